@@ -1,0 +1,456 @@
+"""Train ResNet18 on MNIST, data-parallel, with torch's DistributedDataParallel.
+
+    python train_ddp.py                                       # one process
+    torchrun --standalone --nproc_per_node=2 train_ddp.py     # two on this machine; "gpu": one per GPU
+    ... train_ddp.py --dataset synthetic                      # without a download
+    ... train_ddp.py --help                                   # every flag
+
+Each process (a rank) holds the whole model and trains on its own part of every batch. The
+ranks average their gradients, so all take the same optimizer step and stay equal. NCCL
+carries the gradients between GPUs, Gloo between CPUs.
+
+train_manual_ddp.py is this script with DistributedSampler and DistributedDataParallel
+written out by hand. Their diff is the lesson; with two processes both end on the same bits.
+
+To train your own model on your own data, change `build_model` and `load_data`.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import resource
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.datasets import MNIST
+from torchvision.models import resnet18
+from tqdm import tqdm
+
+TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
+WARMUP = 0.3  # the part of the training in which the learning rate rises
+CONNECT_SECONDS = 5  # what a firewalled node waits for each address of a download
+
+
+def number(name, kind, minimum):
+    """Return an argparse type called `name`: a finite int or float, at least `minimum`."""
+
+    def parse(text):
+        value = kind(text)
+        if not minimum <= value < 2**31:  # true of NaN, too
+            raise ValueError
+        return value
+
+    parse.__name__ = name  # argparse: "invalid positive int value: '0'"
+    return parse
+
+
+def parse_args():
+    """Return the flags. A mistake ends the process with one line and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.error = lambda message: fail(f"{message} (see --help)", code=2)
+    positive, natural = number("positive int", int, 1), number("non-negative int", int, 0)
+    positive_float = number("positive float", float, sys.float_info.min)
+    non_negative_float = number("non-negative float", float, 0)
+    backends = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake") and dist.is_backend_available(b)]
+    add = parser.add_argument
+    add("--epochs", type=natural, default=3, metavar="N", help="0: set up, evaluate and exit (default: 3)")
+    add("--batch-size", type=positive, default=128, metavar="N", help="per process and forward pass (default: 128)")
+    add("--accum-steps", type=positive, default=1, metavar="N", help="forward passes per optimizer step (default: 1)")
+    add("--lr", type=positive_float, default=3e-3, metavar="X", help="peak learning rate (default: 0.003)")
+    add("--scale-lr", choices=("none", "linear", "sqrt"), default="none", help="scale --lr with global batch / 256")
+    add("--clip-grad-norm", type=non_negative_float, default=0, metavar="X", help="of the average; 0: off (default)")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32)")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files (default: mnist)")
+    add("--data-dir", type=Path, default="data", metavar="DIR", help="where MNIST is, or is put (default: data)")
+    add("--train-size", type=positive, metavar="N", help="only the first N training images (default: all)")
+    add("--seed", type=natural, default=0, metavar="N", help="of weights, order, synthetic images (default: 0)")
+    add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
+    add("--backend", choices=backends, help="default: nccl for CUDA and ROCm, gloo for CPU")
+    add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size (default: 25, but 1 for the first)")
+    add("--timeout", type=positive_float, default=300, metavar="S", help="limit of a collective (default: 300)")
+    add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports (default: 20)")
+    add("--metrics", type=Path, metavar="FILE", help="append a JSON object per epoch, and one at the end")
+    return parser.parse_args()
+
+
+def fail(message, code=1):
+    """End this process with one line on stderr.
+
+    When one process ends, torchrun kills the others. So all but local rank 0 wait: what every
+    rank has to say is said once, and no rank is killed before it is said.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    line = " ".join(message.partition("\nException raised from")[0].split())  # cut torch's C++ stack off
+    print(f"{Path(__file__).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def say(line, file=None):
+    """Print a line on rank 0: messages to stderr, results to stdout."""
+    if dist.get_rank() == 0:
+        print(line, file=file or sys.stderr, flush=True)
+
+
+def gather(value):
+    """Return the list of all ranks' values, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def read_world():
+    """Return rank, local rank, world size and local world size as torchrun sets them, or else a world of one."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not given and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        fail("every Slurm task would train alone, on the same files: run one task a node, and torchrun in it")
+    if not given:
+        return 0, 0, 1, 1
+    if len(given) < len(names) or not all(given[name].isdigit() for name in names[:5]):
+        fail(f"torchrun sets {', '.join(names)}, but here there is only {given}: start with torchrun")
+    return tuple(int(given[name]) for name in names[:4])
+
+
+def count_steps(args, world_size, images):
+    """Return the optimizer steps of an epoch: the whole global batches among the training images."""
+    size, step = args.train_size or images, world_size * args.batch_size * args.accum_steps
+    if not step <= size <= images:
+        fail(f"cannot train on {size} images: one step takes {step} (all ranks' batches), and there are {images}")
+    return size // step
+
+
+def choose_device(local_rank, local_size):
+    """Return this rank's device: an accelerator that torch.distributed serves, or the CPU."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device and device.type != "mps":  # no backend serves Apple's GPUs
+        if local_size > (gpus := torch.accelerator.device_count()):
+            fail(f"{local_size} processes for {gpus} GPUs: lower --nproc_per_node, or hide the GPUs to train on CPUs")
+        torch.accelerator.set_device_index(local_rank)
+        return torch.device(device.type, local_rank)
+    # torchrun turns an unset OMP_NUM_THREADS into 1, and cores idle. Share them, unless more than 1 was asked for.
+    if local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        limit = os.environ.get("OMP_THREAD_LIMIT", "")
+        torch.set_num_threads(min(max(1, cores // local_size), int(limit) if limit.isdigit() else cores))
+    return torch.device("cpu")
+
+
+def setup(args):
+    """Check all that this process can check alone, and join the others. Returns device and local rank."""
+    rank, local_rank, world_size, local_size = read_world()
+    count_steps(args, world_size, TRAIN_IMAGES)
+    if args.metrics and rank == 0:
+        try:
+            args.metrics.open("a").close()
+        except OSError as error:
+            fail(f"--metrics {args.metrics}: {error.strerror}")
+    device = choose_device(local_rank, local_size)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be told
+        torch.use_deterministic_algorithms(True)
+    options = {"backend": args.backend or dist.get_default_backend_for_device(device)}
+    if device.type != "cpu":
+        options["device_id"] = device  # or NCCL guesses which GPU is whose
+    if world_size == 1:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # nobody to meet, so no port to clash
+    try:
+        dist.init_process_group(timeout=timedelta(seconds=args.timeout), **options)
+    except (RuntimeError, ValueError) as error:
+        fail(
+            f"rank {rank} of {world_size} has not met the others: have all started, with the same MASTER_ADDR, a free "
+            f"MASTER_PORT, and the interface between them in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME? {error}"
+        )
+    return device, local_rank
+
+
+class DeviceImages(Dataset):
+    """Images, uint8, (N, 28, 28), and labels, (N,), on `device` once and for all, read in whole batches."""
+
+    def __init__(self, images, labels, device):
+        self.images = torch.as_tensor(images, device=device)
+        self.labels = torch.as_tensor(labels, device=device).long()
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitems__(self, indices):  # which a DataLoader prefers to __getitem__
+        """Return normalised images, float32, (B, 1, 28, 28), and labels, int64, (B,)."""
+        index = torch.tensor(indices, device=self.labels.device)
+        return (self.images[index].unsqueeze(1) / 255 - PIXEL_MEAN) / PIXEL_STD, self.labels[index]
+
+
+def synthesize(seed, split, size):
+    """Return images, uint8, (size, 28, 28), and labels, (size,): ten faint prototypes under noise."""
+    prototypes = np.random.default_rng(seed).standard_normal((CLASSES, 7, 7), dtype=np.float32)
+    rng = np.random.default_rng([seed, split])
+    labels = rng.integers(CLASSES, size=size)
+    images = 64 * rng.standard_normal((size, 28, 28), dtype=np.float32)
+    images += 128 + 12 * prototypes.repeat(4, axis=1).repeat(4, axis=2)[labels]
+    return images.clip(0, 255).astype(np.uint8), labels
+
+
+def read_mnist(folder):
+    """Return MNIST's training and test set, images and labels each, downloading what `folder` lacks.
+
+    Raises:
+        ValueError: the files can be neither read nor downloaded; it says what to do.
+    """
+    raw = folder / "MNIST" / "raw"
+    if not raw.exists():
+        print(f"downloading MNIST to {raw}", file=sys.stderr, flush=True)
+    socket.setdefaulttimeout(CONNECT_SECONDS)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            sets = [MNIST(folder, train, download=True) for train in (True, False)]
+        sets = [(part.data, part.targets) for part in sets]
+        for images, labels in sets:
+            if images.shape != (len(labels), 28, 28) or labels.max() >= CLASSES:
+                raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
+    except Exception as error:  # a damaged file makes torchvision raise nearly anything
+        names = ", ".join(name for name, _ in MNIST.resources)
+        raise ValueError(
+            f"no MNIST to be had from {raw}: put its files there ({names}), having deleted damaged ones, or use "
+            f"--dataset synthetic, which needs none. {type(error).__name__}: {error}"
+        )
+    finally:
+        socket.setdefaulttimeout(None)
+    return sets
+
+
+def load_data(args, device, local_rank):
+    """Return the loaders of the training and the test set. Collective: every rank calls it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sets = error = None
+    if args.dataset == "synthetic":
+        sets = synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)
+    # Rank 0 first, then one process of each node, then all: nothing is downloaded twice.
+    for turn in (rank == 0, local_rank == 0, True):
+        if turn and not sets:
+            try:
+                sets = read_mnist(args.data_dir)
+            except ValueError as problem:
+                error = str(problem)
+        for problem in filter(None, gather(error)):
+            fail(problem)
+    (images, labels), test = sets
+    count_steps(args, world_size, len(images))
+    train_set = DeviceImages(images[: args.train_size], labels[: args.train_size], device)
+    test_set = DeviceImages(*test, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    share = range(rank, len(test_set), world_size)  # every W-th image, no padding: each is counted once
+    options = {"batch_size": args.batch_size, "collate_fn": lambda batch: batch}  # __getitems__ has collated
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    return train_loader, DataLoader(test_set, sampler=share, **options)
+
+
+def build_model():
+    """Return torchvision's ResNet18 from images, (B, 1, 28, 28), to logits, (B, CLASSES)."""
+    model = resnet18(num_classes=CLASSES)
+    model.conv1 = torch.nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    return model
+
+
+def lr_factor(progress):
+    """Return what part of the peak learning rate to use at `progress`, 0 to 1, through the training.
+
+    Linear warm-up, then a cosine to zero: a pure function, so there is no state to save.
+    """
+    if progress < WARMUP:
+        return progress / WARMUP
+    return (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
+
+
+def train_step(model, optimizer, batches, args):
+    """Take one optimizer step over `accum_steps` batches. Returns this rank's mean loss, on the device."""
+    mean_loss = 0
+    for i, (images, labels) in enumerate(batches, 1):
+        # Gradients cross the network during the last backward(); until then they add up here.
+        with contextlib.nullcontext() if i == args.accum_steps else model.no_sync():
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
+            loss.backward()
+        mean_loss += loss.detach()
+    if args.clip_grad_norm:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_loss
+
+
+def train_epoch(model, optimizer, loader, epoch, args):
+    """Train for one epoch. Returns its loss, averaged over steps and ranks, and the last learning rate."""
+    world_size, steps = dist.get_world_size(), len(loader) // args.accum_steps
+    name = f"epoch {epoch + 1}/{args.epochs}"
+    loader.sampler.set_epoch(epoch)  # or every epoch has the same order
+    batches = iter(loader)
+    model.train()
+    waiting, losses, since = [], [], time.perf_counter()
+    # Only a terminal gets a bar: in a log file its carriage returns make one endless line.
+    quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
+    with tqdm(total=steps, desc=name, unit="step", leave=False, disable=quiet) as bar:
+        for step in range(1, steps + 1):
+            # The middle of the step: at its ends the first, or the last, would have a rate of zero.
+            lr = optimizer.defaults["lr"] * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            waiting.append(train_step(model, optimizer, itertools.islice(batches, args.accum_steps), args))
+            bar.update()
+            if step % args.log_interval and step < steps:
+                continue
+            # Reading a loss waits for the GPU: so many at once, averaged over the ranks.
+            means = torch.stack(waiting) / world_size
+            dist.all_reduce(means)
+            losses += means.tolist()
+            for i, loss in enumerate(losses, 1):
+                if not math.isfinite(loss):
+                    fail(f"the loss is {loss} at {name}, step {i}: try a lower --lr, or --clip-grad-norm 1")
+            speed = len(waiting) * world_size * args.accum_steps * args.batch_size / (time.perf_counter() - since)
+            status = f"lr {lr:.2e}  loss {means.mean():.4f}  {speed:,.0f} samples/s"
+            bar.set_postfix_str(status)
+            if bar.disable:
+                say(f"{name}  step {step}/{steps}  {status}")
+            waiting, since = [], time.perf_counter()
+    return sum(losses) / steps, lr
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, args):
+    """Return loss, accuracy (0 to 1) and number of test images, each image counted once over all ranks.
+
+    `model` is the bare module: DDP's forward may wait for ranks that have fewer batches.
+    """
+    for buffer in model.buffers():  # until here, BatchNorm's running statistics are each rank's own
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images).float()
+        totals[0] += F.cross_entropy(logits, labels, reduction="none").double().sum()
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
+    dist.all_reduce(totals)
+    loss, correct, count = totals.tolist()
+    return loss / count, correct / count, int(count)
+
+
+def weights_sha256(model):
+    """Return the SHA-256 of a bare module's state: names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def main():
+    args = parse_args()
+    device, local_rank = setup(args)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_loader, test_loader = load_data(args, device, local_rank)
+    steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
+    name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    places = gather(f"{socket.gethostname()}, {name}, CPU threads: {torch.get_num_threads()}")
+    say(f"torch {torch.__version__}, backend {dist.get_backend()}")
+    for place, ranks in itertools.groupby(range(world_size), key=places.__getitem__):
+        say(f"on {place}: rank {', '.join(map(str, ranks))}")
+    say(
+        f"global batch {batch} = {world_size} processes x {args.batch_size} samples x {args.accum_steps} forward passes"
+    )
+    say(f"{steps} steps per epoch")
+
+    torch.manual_seed(args.seed)
+    model = build_model().to(device)
+    if args.compile:
+        model.compile()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # `evaluate` does it: no need for it in every forward
+    scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, fused=True)
+
+    def record(**values):
+        if args.metrics and rank == 0:
+            with args.metrics.open("a") as file:
+                print(json.dumps(values), file=file)
+
+    start = time.perf_counter()
+    for epoch in range(args.epochs):
+        begin = time.perf_counter()
+        train_loss, lr = train_epoch(ddp, optimizer, train_loader, epoch, args)
+        speed = steps * batch / (time.perf_counter() - begin)
+        loss, accuracy, tested = evaluate(model, test_loader, device, args)
+        if not math.isfinite(loss):
+            fail(f"the test loss is {loss} after epoch {epoch + 1}: try a lower --lr, or --clip-grad-norm 1")
+        say(
+            f"epoch {epoch + 1}/{args.epochs}  train loss {train_loss:.4f}  test loss {loss:.4f}  "
+            f"test accuracy {accuracy:.2%} of {tested}  {speed:,.0f} samples/s",
+            sys.stdout,
+        )
+        record(
+            epoch=epoch + 1,
+            step=(epoch + 1) * steps,
+            lr=lr,
+            train_loss=train_loss,
+            test_loss=loss,
+            test_accuracy=accuracy,
+            test_samples=tested,
+            samples_per_second=speed,
+        )
+    if not args.epochs:
+        loss, accuracy, tested = evaluate(model, test_loader, device, args)
+        say(f"untrained  test loss {loss:.4f}  test accuracy {accuracy:.2%} of {tested}", sys.stdout)
+    seconds = time.perf_counter() - start
+    speed = args.epochs * steps * batch / seconds
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    else:
+        peak = torch.accelerator.max_memory_allocated()
+    peak = max(gather(peak))
+    hashes = gather(weights_sha256(model))
+    if len(set(hashes)) > 1:
+        fail(f"the ranks' weights differ: {', '.join(h[:8] for h in hashes)}")
+    say(
+        f"{args.epochs} epochs in {seconds:.1f} s  {speed:,.0f} samples/s  {peak / 2**20:,.0f} MiB a process",
+        sys.stdout,
+    )
+    say(f"weights sha256 {hashes[0]} on all {world_size} ranks", sys.stdout)
+    record(
+        weights_sha256=hashes[0],
+        world_size=world_size,
+        global_batch_size=batch,
+        seconds=seconds,
+        samples_per_second=speed,
+        peak_memory_bytes=peak,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        fail("the GPU is out of memory: halve --batch-size and double --accum-steps")
+    except RuntimeError as error:
+        if "deterministic" in str(error):
+            fail(f"--deterministic: {error}")
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            fail(f"lost another rank: look for the first error of any rank, on every node, and at the network. {error}")
+        raise
