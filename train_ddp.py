@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.models import resnet18
 from tqdm import tqdm
@@ -43,11 +44,13 @@ from tqdm import tqdm
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
 WARMUP = 0.3  # the part of the training in which the learning rate rises
-CONNECT_SECONDS = 5  # what a firewalled node waits for each address of a download
+
+TRAIN_RESULT = "epoch {epoch}  train loss {train_loss:.4f}  {samples_per_second:,.0f} samples/s  "
+TEST_RESULT = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_samples:,} test images"
 
 
 def number(name, kind, minimum):
-    """Return an argparse type called `name`: a finite int or float, at least `minimum`."""
+    """Return an argparse type called `name`: a finite int or float of at least `minimum`."""
 
     def parse(text):
         value = kind(text)
@@ -55,46 +58,45 @@ def number(name, kind, minimum):
             raise ValueError
         return value
 
-    parse.__name__ = name  # argparse: "invalid positive int value: '0'"
+    parse.__name__ = name  # as in "invalid positive int value: '0'"
     return parse
 
 
 def parse_args():
     """Return the flags. A mistake ends the process with one line and exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.error = lambda message: fail(f"{message} (see --help)", code=2)
     positive, natural = number("positive int", int, 1), number("non-negative int", int, 0)
     positive_float = number("positive float", float, sys.float_info.min)
     non_negative_float = number("non-negative float", float, 0)
     backends = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake") and dist.is_backend_available(b)]
     add = parser.add_argument
-    add("--epochs", type=natural, default=3, metavar="N", help="0: set up, evaluate and exit (default: 3)")
-    add("--batch-size", type=positive, default=128, metavar="N", help="per process and forward pass (default: 128)")
-    add("--accum-steps", type=positive, default=1, metavar="N", help="forward passes per optimizer step (default: 1)")
-    add("--lr", type=positive_float, default=3e-3, metavar="X", help="peak learning rate (default: 0.003)")
+    add("--epochs", type=natural, default=3, metavar="N", help="0 sets up, evaluates and exits")
+    add("--batch-size", type=positive, default=128, metavar="N", help="samples per process and forward pass")
+    add("--accum-steps", type=positive, default=1, metavar="N", help="forward passes per optimizer step")
+    add("--lr", type=positive_float, default=3e-3, metavar="X", help="peak learning rate")
     add("--scale-lr", choices=("none", "linear", "sqrt"), default="none", help="scale --lr with global batch / 256")
-    add("--clip-grad-norm", type=non_negative_float, default=0, metavar="X", help="of the average; 0: off (default)")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32)")
+    add("--clip-grad-norm", type=non_negative_float, default=0, metavar="X", help="limit of the norm; 0 is off")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files (default: mnist)")
-    add("--data-dir", type=Path, default="data", metavar="DIR", help="where MNIST is, or is put (default: data)")
-    add("--train-size", type=positive, metavar="N", help="only the first N training images (default: all)")
-    add("--seed", type=natural, default=0, metavar="N", help="of weights, order, synthetic images (default: 0)")
+    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic needs no files")
+    add("--data-dir", type=Path, default="data", metavar="DIR", help="where MNIST is, or is put")
+    add("--train-size", type=positive, metavar="N", help="only the first N training images; None is all")
+    add("--seed", type=natural, default=0, metavar="N", help="of weights, order and synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
-    add("--backend", choices=backends, help="default: nccl for CUDA and ROCm, gloo for CPU")
-    add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size (default: 25, but 1 for the first)")
-    add("--timeout", type=positive_float, default=300, metavar="S", help="limit of a collective (default: 300)")
-    add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports (default: 20)")
-    add("--metrics", type=Path, metavar="FILE", help="append a JSON object per epoch, and one at the end")
+    add("--backend", choices=backends, help="None is nccl for CUDA and ROCm, gloo for CPU")
+    add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size; None is 1 for the first, then 25")
+    add("--timeout", type=positive_float, default=300, metavar="S", help="seconds that a collective may wait")
+    add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports")
+    add("--metrics", type=Path, metavar="FILE", help="append one JSON object per epoch, and one at the end")
     return parser.parse_args()
 
 
 def fail(message, code=1):
-    """End this process with one line on stderr.
-
-    When one process ends, torchrun kills the others. So all but local rank 0 wait: what every
-    rank has to say is said once, and no rank is killed before it is said.
-    """
+    """End this process with one line on stderr."""
+    # When one process ends, torchrun kills its neighbours: let local rank 0 say first what all would say.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     line = " ".join(message.partition("\nException raised from")[0].split())  # cut torch's C++ stack off
@@ -130,20 +132,27 @@ def read_world():
 
 def count_steps(args, world_size, images):
     """Return the optimizer steps of an epoch: the whole global batches among the training images."""
-    size, step = args.train_size or images, world_size * args.batch_size * args.accum_steps
-    if not step <= size <= images:
-        fail(f"cannot train on {size} images: one step takes {step} (all ranks' batches), and there are {images}")
-    return size // step
+    size, batch = args.train_size or images, world_size * args.batch_size * args.accum_steps
+    if size > images:
+        fail(f"--train-size {size}: there are {images} training images")
+    if size < batch:
+        fail(f"{size} training images, but a step takes {batch}: world size x --batch-size x --accum-steps")
+    return size // batch
 
 
 def choose_device(local_rank, local_size):
     """Return this rank's device: an accelerator that torch.distributed serves, or the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device and device.type != "mps":  # no backend serves Apple's GPUs
+    if device and device.type != "mps":
         if local_size > (gpus := torch.accelerator.device_count()):
-            fail(f"{local_size} processes for {gpus} GPUs: lower --nproc_per_node, or hide the GPUs to train on CPUs")
+            fail(
+                f"{local_size} processes but {gpus} GPUs on this machine: lower --nproc_per_node, "
+                "or train on CPUs by hiding the GPUs (CUDA_VISIBLE_DEVICES= torchrun ...)"
+            )
         torch.accelerator.set_device_index(local_rank)
         return torch.device(device.type, local_rank)
+    if device and local_rank == 0:
+        print("torch.distributed has no backend for MPS: training on the CPU", file=sys.stderr)
     # torchrun turns an unset OMP_NUM_THREADS into 1, and cores idle. Share them, unless more than 1 was asked for.
     if local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -152,24 +161,13 @@ def choose_device(local_rank, local_size):
     return torch.device("cpu")
 
 
-def setup(args):
-    """Check all that this process can check alone, and join the others. Returns device and local rank."""
-    rank, local_rank, world_size, local_size = read_world()
-    count_steps(args, world_size, TRAIN_IMAGES)
-    if args.metrics and rank == 0:
-        try:
-            args.metrics.open("a").close()
-        except OSError as error:
-            fail(f"--metrics {args.metrics}: {error.strerror}")
-    device = choose_device(local_rank, local_size)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be told
-        torch.use_deterministic_algorithms(True)
+def join_group(args, device, rank, world_size):
+    """Meet the other processes in the default process group."""
     options = {"backend": args.backend or dist.get_default_backend_for_device(device)}
     if device.type != "cpu":
-        options["device_id"] = device  # or NCCL guesses which GPU is whose
+        options["device_id"] = device  # left out, NCCL guesses which GPU is whose
     if world_size == 1:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # nobody to meet, so no port to clash
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port, so none to clash
     try:
         dist.init_process_group(timeout=timedelta(seconds=args.timeout), **options)
     except (RuntimeError, ValueError) as error:
@@ -177,7 +175,6 @@ def setup(args):
             f"rank {rank} of {world_size} has not met the others: have all started, with the same MASTER_ADDR, a free "
             f"MASTER_PORT, and the interface between them in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME? {error}"
         )
-    return device, local_rank
 
 
 class DeviceImages(Dataset):
@@ -202,20 +199,19 @@ def synthesize(seed, split, size):
     rng = np.random.default_rng([seed, split])
     labels = rng.integers(CLASSES, size=size)
     images = 64 * rng.standard_normal((size, 28, 28), dtype=np.float32)
-    images += 128 + 12 * prototypes.repeat(4, axis=1).repeat(4, axis=2)[labels]
+    images += 128 + 20 * prototypes.repeat(4, axis=1).repeat(4, axis=2)[labels]
     return images.clip(0, 255).astype(np.uint8), labels
 
 
 def read_mnist(folder):
     """Return MNIST's training and test set, images and labels each, downloading what `folder` lacks.
 
-    Raises:
-        ValueError: the files can be neither read nor downloaded; it says what to do.
+    Raises ValueError, which says what to do, if they can be neither read nor downloaded.
     """
     raw = folder / "MNIST" / "raw"
     if not raw.exists():
         print(f"downloading MNIST to {raw}", file=sys.stderr, flush=True)
-    socket.setdefaulttimeout(CONNECT_SECONDS)
+    socket.setdefaulttimeout(5)  # seconds: a firewall may drop packets without a word
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             sets = [MNIST(folder, train, download=True) for train in (True, False)]
@@ -234,9 +230,8 @@ def read_mnist(folder):
     return sets
 
 
-def load_data(args, device, local_rank):
+def load_data(args, device, rank, local_rank, world_size):
     """Return the loaders of the training and the test set. Collective: every rank calls it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     sets = error = None
     if args.dataset == "synthetic":
         sets = synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)
@@ -295,14 +290,16 @@ def train_step(model, optimizer, batches, args):
     return mean_loss
 
 
-def train_epoch(model, optimizer, loader, epoch, args):
-    """Train for one epoch. Returns its loss, averaged over steps and ranks, and the last learning rate."""
-    world_size, steps = dist.get_world_size(), len(loader) // args.accum_steps
+def train_epoch(model, optimizer, loader, epoch, steps, args):
+    """Train for one epoch of `steps` steps. Returns its part of the --metrics."""
+    world_size = dist.get_world_size()
+    samples = world_size * args.batch_size * args.accum_steps  # of one step
     name = f"epoch {epoch + 1}/{args.epochs}"
-    loader.sampler.set_epoch(epoch)  # or every epoch has the same order
+    loader.sampler.set_epoch(epoch)  # left out, every epoch has the same order
     batches = iter(loader)
     model.train()
-    waiting, losses, since = [], [], time.perf_counter()
+    losses, unread, start = [], [], time.perf_counter()
+    since = start
     # Only a terminal gets a bar: in a log file its carriage returns make one endless line.
     quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
     with tqdm(total=steps, desc=name, unit="step", leave=False, disable=quiet) as bar:
@@ -311,33 +308,33 @@ def train_epoch(model, optimizer, loader, epoch, args):
             lr = optimizer.defaults["lr"] * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            waiting.append(train_step(model, optimizer, itertools.islice(batches, args.accum_steps), args))
+            unread.append(train_step(model, optimizer, itertools.islice(batches, args.accum_steps), args))
             bar.update()
             if step % args.log_interval and step < steps:
                 continue
-            # Reading a loss waits for the GPU: so many at once, averaged over the ranks.
-            means = torch.stack(waiting) / world_size
+            # To read a loss is to wait for the GPU: read many at once, averaged over the ranks.
+            means = torch.stack(unread) / world_size
             dist.all_reduce(means)
-            losses += means.tolist()
+            means, unread = means.tolist(), []
+            losses += means
             for i, loss in enumerate(losses, 1):
                 if not math.isfinite(loss):
-                    fail(f"the loss is {loss} at {name}, step {i}: try a lower --lr, or --clip-grad-norm 1")
-            speed = len(waiting) * world_size * args.accum_steps * args.batch_size / (time.perf_counter() - since)
-            status = f"lr {lr:.2e}  loss {means.mean():.4f}  {speed:,.0f} samples/s"
+                    fail(f"the loss is {loss} in {name}, step {i}: try a lower --lr, or --clip-grad-norm 1")
+            speed, since = len(means) * samples / (time.perf_counter() - since), time.perf_counter()
+            status = f"lr {lr:.2e}  loss {sum(means) / len(means):.4f}  {speed:,.0f} samples/s"
             bar.set_postfix_str(status)
             if bar.disable:
                 say(f"{name}  step {step}/{steps}  {status}")
-            waiting, since = [], time.perf_counter()
-    return sum(losses) / steps, lr
+    return {"lr": lr, "train_loss": sum(losses) / steps, "samples_per_second": steps * samples / (since - start)}
 
 
 @torch.no_grad()
 def evaluate(model, loader, device, args):
-    """Return loss, accuracy (0 to 1) and number of test images, each image counted once over all ranks.
+    """Return the --metrics of the test set, each image counted once over all ranks.
 
-    `model` is the bare module: DDP's forward may wait for ranks that have fewer batches.
+    `model` is the bare module: the forward of DDP may wait for ranks that have fewer batches.
     """
-    for buffer in model.buffers():  # until here, BatchNorm's running statistics are each rank's own
+    for buffer in model.buffers():  # BatchNorm's running statistics: each rank has seen other images
         dist.broadcast(buffer, src=0)
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -349,7 +346,9 @@ def evaluate(model, loader, device, args):
         totals[2] += len(labels)
     dist.all_reduce(totals)
     loss, correct, count = totals.tolist()
-    return loss / count, correct / count, int(count)
+    if not math.isfinite(loss):
+        fail(f"the test loss is {loss / count}: try a lower --lr, or --clip-grad-norm 1")
+    return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
 
 
 def weights_sha256(model):
@@ -363,83 +362,72 @@ def weights_sha256(model):
 
 def main():
     args = parse_args()
-    device, local_rank = setup(args)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_loader, test_loader = load_data(args, device, local_rank)
+    rank, local_rank, world_size, local_size = read_world()
+    count_steps(args, world_size, TRAIN_IMAGES)
+    device = choose_device(local_rank, local_size)
+    try:
+        metrics = (args.metrics if args.metrics and rank == 0 else Path(os.devnull)).open("a", buffering=1)
+    except OSError as error:
+        fail(f"--metrics: {error}")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
+        torch.use_deterministic_algorithms(True)
+    join_group(args, device, rank, world_size)
+
+    train_loader, test_loader = load_data(args, device, rank, local_rank, world_size)
     steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
     name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     places = gather(f"{socket.gethostname()}, {name}, CPU threads: {torch.get_num_threads()}")
     say(f"torch {torch.__version__}, backend {dist.get_backend()}")
     for place, ranks in itertools.groupby(range(world_size), key=places.__getitem__):
-        say(f"on {place}: rank {', '.join(map(str, ranks))}")
-    say(
-        f"global batch {batch} = {world_size} processes x {args.batch_size} samples x {args.accum_steps} forward passes"
-    )
-    say(f"{steps} steps per epoch")
+        say(f"rank {', '.join(map(str, ranks))} on {place}")
+    say(f"global batch {batch} = {world_size} processes x {args.batch_size} samples x {args.accum_steps} accumulated")
+    say(f"steps per epoch {steps}")
 
     torch.manual_seed(args.seed)
     model = build_model().to(device)
     if args.compile:
         model.compile()
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # `evaluate` does it: no need for it in every forward
-    scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]
+    ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
+    scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, fused=True)
-
-    def record(**values):
-        if args.metrics and rank == 0:
-            with args.metrics.open("a") as file:
-                print(json.dumps(values), file=file)
 
     start = time.perf_counter()
     for epoch in range(args.epochs):
-        begin = time.perf_counter()
-        train_loss, lr = train_epoch(ddp, optimizer, train_loader, epoch, args)
-        speed = steps * batch / (time.perf_counter() - begin)
-        loss, accuracy, tested = evaluate(model, test_loader, device, args)
-        if not math.isfinite(loss):
-            fail(f"the test loss is {loss} after epoch {epoch + 1}: try a lower --lr, or --clip-grad-norm 1")
-        say(
-            f"epoch {epoch + 1}/{args.epochs}  train loss {train_loss:.4f}  test loss {loss:.4f}  "
-            f"test accuracy {accuracy:.2%} of {tested}  {speed:,.0f} samples/s",
-            sys.stdout,
-        )
-        record(
-            epoch=epoch + 1,
-            step=(epoch + 1) * steps,
-            lr=lr,
-            train_loss=train_loss,
-            test_loss=loss,
-            test_accuracy=accuracy,
-            test_samples=tested,
-            samples_per_second=speed,
-        )
+        trained = train_epoch(ddp, optimizer, train_loader, epoch, steps, args)
+        entry = {
+            "epoch": epoch + 1,
+            "step": (epoch + 1) * steps,
+            **trained,
+            **evaluate(model, test_loader, device, args),
+        }
+        print(json.dumps(entry), file=metrics)
+        say((TRAIN_RESULT + TEST_RESULT).format(**entry), sys.stdout)
     if not args.epochs:
-        loss, accuracy, tested = evaluate(model, test_loader, device, args)
-        say(f"untrained  test loss {loss:.4f}  test accuracy {accuracy:.2%} of {tested}", sys.stdout)
-    seconds = time.perf_counter() - start
-    speed = args.epochs * steps * batch / seconds
+        say(TEST_RESULT.format(**evaluate(model, test_loader, device, args)), sys.stdout)
+    seconds, samples = time.perf_counter() - start, args.epochs * steps * batch
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()
-    peak = max(gather(peak))
-    hashes = gather(weights_sha256(model))
+    peak, hashes = max(gather(peak)), gather(weights_sha256(model))
     if len(set(hashes)) > 1:
-        fail(f"the ranks' weights differ: {', '.join(h[:8] for h in hashes)}")
+        fail(f"the ranks have ended on different weights: {', '.join(sha256[:8] for sha256 in hashes)}")
     say(
-        f"{args.epochs} epochs in {seconds:.1f} s  {speed:,.0f} samples/s  {peak / 2**20:,.0f} MiB a process",
+        f"{samples:,} samples in {seconds:.1f} s, evaluation included: {samples / seconds:,.0f} samples/s, "
+        f"peak memory {peak / 2**20:,.0f} MiB per process\nweights sha256 {hashes[0]}, the same on every rank",
         sys.stdout,
     )
-    say(f"weights sha256 {hashes[0]} on all {world_size} ranks", sys.stdout)
-    record(
-        weights_sha256=hashes[0],
-        world_size=world_size,
-        global_batch_size=batch,
-        seconds=seconds,
-        samples_per_second=speed,
-        peak_memory_bytes=peak,
-    )
+    summary = {
+        "weights_sha256": hashes[0],
+        "world_size": world_size,
+        "global_batch_size": batch,
+        "seconds": seconds,
+        "samples_per_second": samples / seconds,
+        "peak_memory_bytes": peak,
+    }
+    print(json.dumps(summary), file=metrics)
     dist.destroy_process_group()
 
 
@@ -447,10 +435,10 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        fail("the GPU is out of memory: halve --batch-size and double --accum-steps")
+        fail("the GPU is out of memory: halve --batch-size, and double --accum-steps to keep the global batch")
     except RuntimeError as error:
         if "deterministic" in str(error):
             fail(f"--deterministic: {error}")
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            fail(f"lost another rank: look for the first error of any rank, on every node, and at the network. {error}")
+            fail(f"lost touch with another rank: see what each rank said first, on every node. {error}")
         raise

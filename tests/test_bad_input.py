@@ -1,0 +1,207 @@
+"""A user's mistake gets one clear line and an exit code; so does a peer that is gone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from conftest import DISTRIBUTED, ROOT, SCRIPTS, environment, errors, launch, write_idx, write_mnist
+
+import train_ddp
+
+DDP, MANUAL = SCRIPTS
+SYNTHETIC = ("--dataset", "synthetic")
+
+MISTAKES = {  # flags: what the line says
+    ("--epochs", "-1"): "argument --epochs: invalid non-negative int value: '-1'",
+    ("--batch-size", "0"): "argument --batch-size: invalid positive int value: '0'",
+    ("--batch-size", "many"): "argument --batch-size: invalid positive int value: 'many'",
+    ("--accum-steps", "0"): "argument --accum-steps: invalid positive int",
+    ("--lr", "nan"): "argument --lr: invalid positive float value: 'nan'",
+    ("--lr", "inf"): "argument --lr: invalid positive float",
+    ("--lr", "0"): "argument --lr: invalid positive float",
+    ("--clip-grad-norm", "-1"): "argument --clip-grad-norm: invalid non-negative float",
+    ("--timeout", "0"): "argument --timeout: invalid positive float",
+    ("--train-size", "0"): "argument --train-size: invalid positive int",
+    ("--train-size", "60001"): "--train-size 60001: there are 60000 training images",
+    ("--batch-size", "70000"): "60000 training images, but a step takes 70000",
+    ("--train-size", "100"): "100 training images, but a step takes 128",
+    ("--backend", "carrier-pigeon"): "argument --backend: invalid choice: 'carrier-pigeon' (choose from",
+    ("--backend", "mpi"): "argument --backend: invalid choice: 'mpi' (choose from",
+    ("--metrics", "missing/folder/m.jsonl"): "--metrics: [Errno 2] No such file or directory: 'missing/folder/m.jsonl'",
+    ("--metrics", "/"): "--metrics: [Errno 21] Is a directory: '/'",
+    ("--data-dir", "/proc/nowhere"): "no MNIST to be had from /proc/nowhere/MNIST/raw",
+    ("--data-dir", __file__): "Errno",
+    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
+}
+
+
+def test_mistakes_on_the_command_line(subtests):
+    scripts = [SCRIPTS[i % 2] for i in range(len(MISTAKES))]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda flags, script: launch(ROOT / script, *flags), MISTAKES, scripts)
+    for (flags, words), result in zip(MISTAKES.items(), results, strict=True):
+        with subtests.test(msg=" ".join(flags)):
+            (line,) = errors(result)
+            assert words in line
+            assert result.stderr.strip().endswith(line)
+
+
+def truncated(raw):
+    os.truncate(raw / "train-images-idx3-ubyte", 5000)
+
+
+def foreign(raw):
+    (raw / "t10k-images-idx3-ubyte").write_text("<html>Sign in to use this network</html>")
+
+
+def empty(raw):
+    (raw / "train-labels-idx1-ubyte").write_bytes(b"")
+
+
+def other_shape(raw):
+    write_idx(raw / "t10k-images-idx3-ubyte", np.zeros((101, 32, 32)))
+
+
+def other_count(raw):
+    write_idx(raw / "t10k-labels-idx1-ubyte", np.zeros(100))
+
+
+def eleven_classes(raw):
+    write_idx(raw / "t10k-labels-idx1-ubyte", np.arange(101))
+
+
+def missing(raw):
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+
+
+def test_damaged_data(subtests, tmp_path):
+    damages = (truncated, foreign, empty, other_shape, other_count, eleven_classes, missing)
+    folders = [write_mnist(tmp_path / damage.__name__) for damage in damages]
+    for damage, folder in zip(damages, folders, strict=True):
+        damage(folder / "MNIST" / "raw")
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda folder: launch(ROOT / DDP, "--data-dir", folder, "--batch-size", 8), folders)
+    for folder, result in zip(folders, results, strict=True):
+        with subtests.test(msg=folder.name):
+            (line,) = errors(result)
+            assert f"no MNIST to be had from {folder}/MNIST/raw" in line
+            assert "--dataset synthetic" in line
+
+
+def test_data_that_one_rank_lacks_ends_all_with_one_line(tmp_path):
+    result = launch(ROOT / MANUAL, "--data-dir", tmp_path, nproc=2)
+    (line,) = errors(result)
+    assert "no MNIST to be had" in line
+
+
+def test_the_line_is_not_lost_when_rank_0_is_late(tmp_path):
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, runpy, sys, time\n"
+        "time.sleep(3 * (os.environ['RANK'] == '0'))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (line,) = errors(launch(late, ROOT / DDP, "--lr", "-1", nproc=2))
+    assert "argument --lr" in line
+
+
+def test_half_set_variables(subtests):
+    whole = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    whole |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    cases = [{"RANK": 0, "WORLD_SIZE": 2}, {"MASTER_ADDR": "node0"}, whole | {"RANK": "first"}]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda env: launch(ROOT / DDP, *SYNTHETIC, **env), cases)
+    for env, result in zip(cases, results, strict=True):
+        with subtests.test(msg=str(env)):
+            (line,) = errors(result)
+            assert all(name in line for name in DISTRIBUTED)
+
+
+def test_slurm_tasks_without_torchrun():
+    (line,) = errors(launch(ROOT / MANUAL, *SYNTHETIC, SLURM_STEP_NUM_TASKS=4))
+    assert "Slurm" in line
+    assert "torchrun" in line
+
+
+def by_hand(rank, world_size, port):
+    """Return the variables that torchrun would set, for processes on one machine."""
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_master_port_in_use():
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        result = launch(ROOT / DDP, *SYNTHETIC, "--timeout", 5, **by_hand(0, 2, taken.getsockname()[1]))
+    (line,) = errors(result)
+    assert "rank 0 of 2 has not met the others" in line
+    assert "EADDRINUSE" in line
+
+
+def test_a_peer_that_never_arrives(free_port):
+    (line,) = errors(launch(ROOT / MANUAL, *SYNTHETIC, "--timeout", 3, **by_hand(0, 2, free_port)))
+    assert "rank 0 of 2 has not met the others" in line
+    assert "1/2 clients joined" in line
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_dies(how, free_port, small_mnist, tmp_path):
+    flags = ("--data-dir", small_mnist, "--batch-size", 8, "--epochs", 1000, "--timeout", 5, "--log-interval", 1)
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, ROOT / SCRIPTS[how == signal.SIGKILL], *map(str, flags)]
+        log = (tmp_path / f"rank{rank}").open("w+")
+        env = environment(**by_hand(rank, 2, free_port))
+        ranks.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
+    (first, log), (second, _) = ranks
+    try:
+        deadline = time.monotonic() + 120
+        while "step 3/" not in (tmp_path / "rank0").read_text():
+            assert time.monotonic() < deadline, (tmp_path / "rank0").read_text()
+            time.sleep(0.1)
+        second.send_signal(how)
+        assert first.wait(timeout=60) == 1
+    finally:
+        first.kill()
+        second.kill()
+    output = (tmp_path / "rank0").read_text()
+    assert "Traceback" not in output
+    assert "lost touch with another rank" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_loss_that_is_not_finite_stops_every_rank(script, small_mnist):
+    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--lr", "1e9", "--log-interval", 3)
+    (line,) = errors(launch(ROOT / script, *flags, nproc=2))
+    assert "the loss is nan in epoch 1/3, step " in line
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as stop:
+        train_ddp.choose_device(local_rank=0, local_size=3)
+    assert stop.value.code == 1
+    assert "3 processes but 2 GPUs on this machine" in capsys.readouterr().err
+
+
+def test_a_mac_trains_on_its_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert train_ddp.choose_device(local_rank=0, local_size=1) == torch.device("cpu")
+    assert "training on the CPU" in capsys.readouterr().err
