@@ -391,7 +391,8 @@ def main():
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
     scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, fused=True)
+    # Of a few hundred steps, the default beta of 0.999 would remember too many.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, betas=(0.9, 0.99), fused=True)
 
     start = time.perf_counter()
     for epoch in range(args.epochs):

@@ -545,7 +545,8 @@ def main():
         model.compile()
     averager = GradientAverager(model, args.sync, args.bucket_cap_mb)
     scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, fused=True)
+    # Of a few hundred steps, the default beta of 0.999 would remember too many.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, betas=(0.9, 0.99), fused=True)
 
     start = time.perf_counter()
     for epoch in range(args.epochs):
