@@ -66,7 +66,6 @@ def parse_args():
     positive, natural = number("positive int", int, 1), number("non-negative int", int, 0)
     positive_float = number("positive float", float, sys.float_info.min)
     non_negative_float = number("non-negative float", float, 0)
-    backends = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake") and dist.is_backend_available(b)]
     add = parser.add_argument
     add("--epochs", type=natural, default=3, metavar="N", help="0 sets up, evaluates and exits")
     add("--batch-size", type=positive, default=128, metavar="N", help="samples per process and forward pass")
@@ -81,7 +80,7 @@ def parse_args():
     add("--train-size", type=positive, metavar="N", help="only the first N training images; None is all")
     add("--seed", type=natural, default=0, metavar="N", help="of weights, order and synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
-    add("--backend", choices=backends, help="None is nccl for CUDA and ROCm, gloo for CPU")
+    add("--backend", metavar="NAME", help="of torch.distributed; None is nccl for CUDA and ROCm, gloo for CPU")
     add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size; None is 1 for the first, then 25")
     add("--sync", choices=("bucketed", "flat", "per-parameter"), default="bucketed", help="how to average")
     add("--timeout", type=positive_float, default=300, metavar="S", help="seconds that a collective may wait")
@@ -136,10 +135,16 @@ def count_steps(args, world_size, images):
     return size // batch
 
 
+def list_backends(device):
+    """Return the names of the backends of this build of torch that connect devices of this type."""
+    connect = [name for name, types in dist.Backend.backend_capability.items() if device.type in types]
+    return [name for name in connect if name != "fake" and dist.is_backend_available(name)]
+
+
 def choose_device(local_rank, local_size):
-    """Return this rank's device: an accelerator that torch.distributed serves, or the CPU."""
+    """Return this rank's device: an accelerator that some backend connects, or else the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device and device.type != "mps":
+    if device and list_backends(device):
         if local_size > (gpus := torch.accelerator.device_count()):
             fail(
                 f"{local_size} processes but {gpus} GPUs on this machine: lower --nproc_per_node, "
@@ -148,7 +153,7 @@ def choose_device(local_rank, local_size):
         torch.accelerator.set_device_index(local_rank)
         return torch.device(device.type, local_rank)
     if device and local_rank == 0:
-        print("torch.distributed has no backend for MPS: training on the CPU", file=sys.stderr)
+        print(f"torch.distributed has no backend for {device.type}: training on the CPU", file=sys.stderr)
     # torchrun turns an unset OMP_NUM_THREADS into 1, and cores idle. Share them, unless more than 1 was asked for.
     if local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -160,6 +165,8 @@ def choose_device(local_rank, local_size):
 def join_group(args, device, rank, world_size):
     """Meet the other processes in the default process group."""
     options = {"backend": args.backend or dist.get_default_backend_for_device(device)}
+    if options["backend"] not in list_backends(device):
+        fail(f"--backend {options['backend']}: this torch connects {device.type} by {', '.join(list_backends(device))}")
     if device.type != "cpu":
         options["device_id"] = device  # left out, NCCL guesses which GPU is whose
     if world_size == 1:
@@ -376,11 +383,13 @@ class GradientAverager:
         {"per-parameter": self._per_parameter, "flat": self._flat, "bucketed": self._bucketed}[self.sync]()
 
     def _per_parameter(self):
+        # Dividing before the sum, as DDP does: a sum of half-precision gradients might overflow.
         for p in self.params:
             p.grad /= self.world_size
             dist.all_reduce(p.grad)
 
     def _flat(self):
+        # One large message makes better use of the network than many small ones.
         for dtype in dict.fromkeys(p.dtype for p in self.params):
             grads = [p.grad for p in self.params if p.dtype == dtype]
             flat = torch.cat([grad.flatten() for grad in grads]) / self.world_size

@@ -232,6 +232,25 @@ def check_overlap_and_silence():
     assert all(map(torch.equal, *grads))
 
 
+def check_branches():
+    """Ranks whose buckets fill in different orders still reduce the same ones together."""
+    skipped, results = 1 + dist.get_rank() % 2, []
+    for sync in SYNCS:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+        averager = GradientAverager(layers, sync, 1)
+        for _ in range(2):
+            x = torch.full((2, 600), dist.get_rank() + 1.0)
+            for i, layer in enumerate(layers):
+                x = x if i == skipped else layer(x)
+            x.sum().backward()
+            averager.average()
+            results.append([p.grad.clone() for p in layers.parameters()])
+            layers.zero_grad()
+    for result in results[1:]:
+        assert all(map(torch.allclose, result, results[0])), "the ways to average differ"
+
+
 class Scripted(nn.Module):
     """Right exactly for the images whose first pixel is bright; the label is in the second."""
 
@@ -266,6 +285,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     check_any_module()
     check_overlap_and_silence()
+    check_branches()
     check_different_starts()
     check_evaluation()
     check_against_ddp_and_oracle()

@@ -1,0 +1,66 @@
+"""The README's commands run, print what it shows, and its flags are the scripts'."""
+
+import re
+import shlex
+
+import pytest
+from conftest import ROOT, SCRIPTS, launch
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
+FIRST, TESTS = COMMANDS[0], COMMANDS[1]
+TRAININGS = [command for command in COMMANDS[2:] if re.search(r"train_\w*\.py", command) and "diff" not in command]
+
+
+def run(command, *flags, **options):
+    """Run a training command of the README; `flags` overrule its own."""
+    program, *words = shlex.split(command)
+    if program == "python":
+        return launch(*words, *flags, **options)
+    assert program == "torchrun"
+    nproc = next(word.partition("=")[2] for word in words if word.startswith("--nproc_per_node="))
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    return launch(*words[script:], *flags, nproc=nproc, **options)
+
+
+def shape(text):
+    """Return text with its numbers, host names and hashes made alike: these differ by machine."""
+    text = re.sub(r"[0-9a-f]{64}", "HASH", text)
+    text = re.sub(r" on \S+, ", " on HOST, ", text)
+    return re.sub(r"\d[\d.,e+-]*\w*", "0", text)
+
+
+def test_every_command_is_run_or_known():
+    assert FIRST.startswith(ENTER + "requirements.txt && ")
+    assert TESTS == ENTER + "tests/requirements.txt && pytest tests"  # which is how this test came to run
+    assert set(COMMANDS) == {FIRST, TESTS, *TRAININGS, f"diff {' '.join(SCRIPTS)}"}
+    assert len(TRAININGS) >= 5
+
+
+def test_the_first_command_as_it_stands():
+    result = run(FIRST.split(" && ")[-1])
+    assert result.returncode == 0, result.stderr
+    shown = re.search(r"```text\n(.*?)```", README, re.S).group(1)
+    printed = [line for line in result.stderr.splitlines() if not re.match(r"[WEI]\d{4} ", line)]
+    assert sorted(map(shape, shown.splitlines())) == sorted(map(shape, printed + result.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+def test_training_command(command, small_mnist):
+    result = run(command, "--data-dir", small_mnist, "--epochs", 1)
+    assert result.returncode == 0, result.stderr
+    assert "the same on every rank" in result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flags_are_those_of_the_table(script):
+    table = set(re.findall(r"^\| `(--[a-z-]+)", README, re.M)) - {"--sync"}
+    assert table
+    flags = set(re.findall(r"^  (--[a-z-]+)", launch(ROOT / script, "--help").stdout, re.M))
+    assert flags == table | ({"--sync"} if "manual" in script else set())
