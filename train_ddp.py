@@ -1,7 +1,7 @@
 """Train ResNet18 on MNIST, data-parallel, with torch's DistributedDataParallel.
 
     python train_ddp.py                                       # one process
-    torchrun --standalone --nproc_per_node=2 train_ddp.py     # two on this machine; "gpu": one per GPU
+    torchrun --standalone --nproc_per_node=2 train_ddp.py     # two; --nproc_per_node=gpu: one per GPU
     ... train_ddp.py --dataset synthetic                      # without a download
     ... train_ddp.py --help                                   # every flag
 
@@ -12,7 +12,7 @@ carries the gradients between GPUs, Gloo between CPUs.
 train_manual_ddp.py is this script with DistributedSampler and DistributedDataParallel
 written out by hand. Their diff is the lesson; with two processes both end on the same bits.
 
-To train your own model on your own data, change `build_model` and `load_data`.
+To train your own model on your own data, change `build_model` and `load_data` (and the sizes below).
 """
 
 import argparse
@@ -50,7 +50,7 @@ TEST_RESULT = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_
 
 
 def number(name, kind, minimum):
-    """Return an argparse type called `name`: a finite int or float of at least `minimum`."""
+    """Return an argparse type: a finite int or float of at least `minimum`, called `name` in errors."""
 
     def parse(text):
         value = kind(text)
@@ -58,7 +58,7 @@ def number(name, kind, minimum):
             raise ValueError
         return value
 
-    parse.__name__ = name  # as in "invalid positive int value: '0'"
+    parse.__name__ = f"{name} (below 2**31)"  # as in "invalid positive int (below 2**31) value: '0'"
     return parse
 
 
@@ -70,14 +70,15 @@ def parse_args():
     parser.error = lambda message: fail(f"{message} (see --help)", code=2)
     positive, natural = number("positive int", int, 1), number("non-negative int", int, 0)
     positive_float = number("positive float", float, sys.float_info.min)
-    non_negative_float = number("non-negative float", float, 0)
     add = parser.add_argument
     add("--epochs", type=natural, default=3, metavar="N", help="0 sets up, evaluates and exits")
-    add("--batch-size", type=positive, default=128, metavar="N", help="samples per process and forward pass")
+    # Not 1: BatchNorm's last maps are 1 x 1, so of one image there is no variance.
+    several = number("int above 1", int, 2)
+    add("--batch-size", type=several, default=128, metavar="N", help="samples per process and forward pass")
     add("--accum-steps", type=positive, default=1, metavar="N", help="forward passes per optimizer step")
     add("--lr", type=positive_float, default=3e-3, metavar="X", help="peak learning rate")
     add("--scale-lr", choices=("none", "linear", "sqrt"), default="none", help="scale --lr with global batch / 256")
-    add("--clip-grad-norm", type=non_negative_float, default=0, metavar="X", help="limit of the norm; 0 is off")
+    add("--clip-grad-norm", type=number("non-negative float", float, 0), default=0, metavar="X", help="0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic needs no files")
@@ -95,11 +96,11 @@ def parse_args():
 
 def fail(message, code=1):
     """End this process with one line on stderr."""
-    # When one process ends, torchrun kills its neighbours: let local rank 0 say first what all would say.
+    # torchrun kills its other processes when one ends: let local rank 0 first say what all would say.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     line = " ".join(message.partition("\nException raised from")[0].split())  # cut torch's C++ stack off
-    print(f"{Path(__file__).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{Path(__file__).name}: error: {line}\n")  # in one piece, unlike print
     sys.exit(code)
 
 
@@ -124,9 +125,11 @@ def read_world():
         fail("every Slurm task would train alone, on the same files: run one task a node, and torchrun in it")
     if not given:
         return 0, 0, 1, 1
-    if len(given) < len(names) or not all(given[name].isdigit() for name in names[:5]):
-        fail(f"torchrun sets {', '.join(names)}, but here there is only {given}: start with torchrun")
-    return tuple(int(given[name]) for name in names[:4])
+    if len(given) == len(names) and all(given[name].isdigit() for name in names[:5]):
+        rank, local_rank, size, local_size = (int(given[name]) for name in names[:4])
+        if rank < size and local_rank < local_size <= size:
+            return rank, local_rank, size, local_size
+    fail(f"torchrun sets {', '.join(names)}, but here they are {given}: start with torchrun")
 
 
 def count_steps(args, world_size, images):
@@ -151,7 +154,7 @@ def choose_device(local_rank, local_size):
     if device and list_backends(device):
         if local_size > (gpus := torch.accelerator.device_count()):
             fail(
-                f"{local_size} processes but {gpus} GPUs on this machine: lower --nproc_per_node, "
+                f"{local_size} processes on this machine but {gpus} GPUs to be seen: lower --nproc_per_node, "
                 "or train on CPUs by hiding the GPUs (CUDA_VISIBLE_DEVICES= torchrun ...)"
             )
         torch.accelerator.set_device_index(local_rank)
@@ -162,21 +165,19 @@ def choose_device(local_rank, local_size):
     if local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         limit = os.environ.get("OMP_THREAD_LIMIT", "")
-        torch.set_num_threads(min(max(1, cores // local_size), int(limit) if limit.isdigit() else cores))
+        torch.set_num_threads(max(1, min(cores // local_size, int(limit) if limit.isdigit() else cores)))
     return torch.device("cpu")
 
 
 def join_group(args, device, rank, world_size):
     """Meet the other processes in the default process group."""
-    options = {"backend": args.backend or dist.get_default_backend_for_device(device)}
-    if options["backend"] not in list_backends(device):
-        fail(f"--backend {options['backend']}: this torch connects {device.type} by {', '.join(list_backends(device))}")
-    if device.type != "cpu":
-        options["device_id"] = device  # left out, NCCL guesses which GPU is whose
-    if world_size == 1:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port, so none to clash
+    backend = args.backend or dist.get_default_backend_for_device(device)
+    if backend not in list_backends(device):
+        fail(f"--backend {backend}: this torch connects {device.type} by {', '.join(list_backends(device))}")
+    bound = None if device.type == "cpu" else device  # or NCCL would guess which GPU is whose
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}  # no port to clash
     try:
-        dist.init_process_group(timeout=timedelta(seconds=args.timeout), **options)
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=bound, **alone)
     except (RuntimeError, ValueError) as error:
         fail(
             f"rank {rank} of {world_size} has not met the others: have all started, with the same MASTER_ADDR, a free "
@@ -279,15 +280,15 @@ def lr_factor(progress):
     return (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
 
 
-def train_step(model, optimizer, batches, args):
+def train_step(model, optimizer, batches, device, args):
     """Take one optimizer step over `accum_steps` batches. Returns this rank's mean loss, on the device."""
     mean_loss = 0
     for i, (images, labels) in enumerate(batches, 1):
-        # Gradients cross the network during the last backward(); until then they add up here.
+        # Until the last batch of the step, gradients only add up on this rank.
         with contextlib.nullcontext() if i == args.accum_steps else model.no_sync():
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                logits = model(images.to(device))
+            loss = F.cross_entropy(logits.float(), labels.to(device)) / args.accum_steps
             loss.backward()
         mean_loss += loss.detach()
     if args.clip_grad_norm:
@@ -297,12 +298,12 @@ def train_step(model, optimizer, batches, args):
     return mean_loss
 
 
-def train_epoch(model, optimizer, loader, epoch, steps, args):
+def train_epoch(model, optimizer, loader, epoch, steps, device, args):
     """Train for one epoch of `steps` steps. Returns its part of the --metrics."""
     world_size = dist.get_world_size()
     samples = world_size * args.batch_size * args.accum_steps  # of one step
     name = f"epoch {epoch + 1}/{args.epochs}"
-    loader.sampler.set_epoch(epoch)  # left out, every epoch has the same order
+    loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
     batches = iter(loader)
     model.train()
     losses, unread, start = [], [], time.perf_counter()
@@ -311,11 +312,13 @@ def train_epoch(model, optimizer, loader, epoch, steps, args):
     quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
     with tqdm(total=steps, desc=name, unit="step", leave=False, disable=quiet) as bar:
         for step in range(1, steps + 1):
-            # The middle of the step: at its ends the first, or the last, would have a rate of zero.
+            # Progress in the middle of the step: at its start the first step would have a rate of zero, at its
+            # end the last.
             lr = optimizer.defaults["lr"] * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            unread.append(train_step(model, optimizer, itertools.islice(batches, args.accum_steps), args))
+            step_batches = itertools.islice(batches, args.accum_steps)
+            unread.append(train_step(model, optimizer, step_batches, device, args))
             bar.update()
             if step % args.log_interval and step < steps:
                 continue
@@ -323,10 +326,11 @@ def train_epoch(model, optimizer, loader, epoch, steps, args):
             means = torch.stack(unread) / world_size
             dist.all_reduce(means)
             means, unread = means.tolist(), []
-            losses += means
-            for i, loss in enumerate(losses, 1):
+            for i, loss in enumerate(means, len(losses) + 1):
                 if not math.isfinite(loss):
+                    bar.close()
                     fail(f"the loss is {loss} in {name}, step {i}: try a lower --lr, or --clip-grad-norm 1")
+            losses += means
             speed, since = len(means) * samples / (time.perf_counter() - since), time.perf_counter()
             status = f"lr {lr:.2e}  loss {sum(means) / len(means):.4f}  {speed:,.0f} samples/s"
             bar.set_postfix_str(status)
@@ -339,7 +343,7 @@ def train_epoch(model, optimizer, loader, epoch, steps, args):
 def evaluate(model, loader, device, args):
     """Return the --metrics of the test set, each image counted once over all ranks.
 
-    `model` is the bare module: the forward of DDP may wait for ranks that have fewer batches.
+    `model` is the bare module: DDP's forward may communicate, and ranks may differ in their number of batches.
     """
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank has seen other images
         dist.broadcast(buffer, src=0)
@@ -347,7 +351,8 @@ def evaluate(model, loader, device, args):
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = model(images).float()
+            logits = model(images.to(device)).float()
+        labels = labels.to(device)
         totals[0] += F.cross_entropy(logits, labels, reduction="none").double().sum()
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)
@@ -398,18 +403,14 @@ def main():
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
     scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
-    # Of a few hundred steps, the default beta of 0.999 would remember too many.
+    # The default second beta, 0.999, averages over a thousand steps, more than this run has.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, betas=(0.9, 0.99), fused=True)
 
     start = time.perf_counter()
     for epoch in range(args.epochs):
-        trained = train_epoch(ddp, optimizer, train_loader, epoch, steps, args)
-        entry = {
-            "epoch": epoch + 1,
-            "step": (epoch + 1) * steps,
-            **trained,
-            **evaluate(model, test_loader, device, args),
-        }
+        trained = train_epoch(ddp, optimizer, train_loader, epoch, steps, device, args)
+        entry = {"epoch": epoch + 1, "step": (epoch + 1) * steps} | trained
+        entry |= evaluate(model, test_loader, device, args)
         print(json.dumps(entry), file=metrics)
         say((TRAIN_RESULT + TEST_RESULT).format(**entry), sys.stdout)
     if not args.epochs:

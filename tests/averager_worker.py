@@ -237,10 +237,10 @@ def check_branches():
     skipped, results = 1 + dist.get_rank() % 2, []
     for sync in SYNCS:
         torch.manual_seed(0)
-        layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+        layers = nn.ModuleList(nn.Linear(600, 600, dtype=torch.float64) for _ in range(4))
         averager = GradientAverager(layers, sync, 1)
         for _ in range(2):
-            x = torch.full((2, 600), dist.get_rank() + 1.0)
+            x = torch.full((2, 600), dist.get_rank() + 1.0, dtype=torch.float64)
             for i, layer in enumerate(layers):
                 x = x if i == skipped else layer(x)
             x.sum().backward()

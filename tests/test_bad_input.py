@@ -1,6 +1,7 @@
 """A user's mistake gets one clear line and an exit code; so does a peer that is gone."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,11 +20,11 @@ DDP, MANUAL = SCRIPTS
 SYNTHETIC = ("--dataset", "synthetic")
 
 MISTAKES = {  # flags: what the line says
-    ("--epochs", "-1"): "argument --epochs: invalid non-negative int value: '-1'",
-    ("--batch-size", "0"): "argument --batch-size: invalid positive int value: '0'",
-    ("--batch-size", "many"): "argument --batch-size: invalid positive int value: 'many'",
+    ("--epochs", "-1"): "argument --epochs: invalid non-negative int (below 2**31) value: '-1'",
+    ("--batch-size", "1"): "argument --batch-size: invalid int above 1 (below 2**31) value: '1'",
+    ("--batch-size", "many"): "argument --batch-size: invalid int above 1 (below 2**31) value: 'many'",
     ("--accum-steps", "0"): "argument --accum-steps: invalid positive int",
-    ("--lr", "nan"): "argument --lr: invalid positive float value: 'nan'",
+    ("--lr", "nan"): "argument --lr: invalid positive float (below 2**31) value: 'nan'",
     ("--lr", "inf"): "argument --lr: invalid positive float",
     ("--lr", "0"): "argument --lr: invalid positive float",
     ("--clip-grad-norm", "-1"): "argument --clip-grad-norm: invalid non-negative float",
@@ -109,14 +110,17 @@ def test_the_line_is_not_lost_when_rank_0_is_late(tmp_path):
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    (line,) = errors(launch(late, ROOT / DDP, "--lr", "-1", nproc=2))
+    result = launch(late, ROOT / DDP, "--lr", "-1", nproc=2)
+    (line,) = errors(result)
     assert "argument --lr" in line
+    # torchrun's report: it was rank 0 that ended first, and by itself.
+    assert re.search(r"first observed failure.*?rank +: 0 .*?exitcode +: 2 ", result.stderr, re.S), result.stderr
 
 
 def test_half_set_variables(subtests):
     whole = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     whole |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    cases = [{"RANK": 0, "WORLD_SIZE": 2}, {"MASTER_ADDR": "node0"}, whole | {"RANK": "first"}]
+    cases = [{"RANK": 0, "WORLD_SIZE": 2}, {"MASTER_ADDR": "node0"}, whole | {"RANK": "first"}, whole | {"RANK": 2}]
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda env: launch(ROOT / DDP, *SYNTHETIC, **env), cases)
     for env, result in zip(cases, results, strict=True):
@@ -162,7 +166,7 @@ def test_a_peer_that_never_arrives(free_port):
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_hangs_or_dies(how, free_port, small_mnist, tmp_path):
-    flags = ("--data-dir", small_mnist, "--batch-size", 8, "--epochs", 1000, "--timeout", 5, "--log-interval", 1)
+    flags = ("--data-dir", small_mnist, "--batch-size", 8, "--epochs", 1000, "--timeout", 20, "--log-interval", 1)
     ranks = []
     for rank in range(2):
         command = [sys.executable, ROOT / SCRIPTS[how == signal.SIGKILL], *map(str, flags)]
@@ -189,7 +193,7 @@ def test_a_peer_that_hangs_or_dies(how, free_port, small_mnist, tmp_path):
 def test_a_loss_that_is_not_finite_stops_every_rank(script, small_mnist):
     flags = ("--data-dir", small_mnist, "--batch-size", 32, "--lr", "1e9", "--log-interval", 3)
     (line,) = errors(launch(ROOT / script, *flags, nproc=2))
-    assert "the loss is nan in epoch 1/3, step " in line
+    assert re.search(r"the loss is (nan|inf) in epoch 1/3, step [1-9]", line)
 
 
 def test_more_processes_than_gpus(monkeypatch, capsys):
@@ -198,7 +202,7 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         train_ddp.choose_device(local_rank=0, local_size=3)
     assert stop.value.code == 1
-    assert "3 processes but 2 GPUs on this machine" in capsys.readouterr().err
+    assert "3 processes on this machine but 2 GPUs" in capsys.readouterr().err
 
 
 def test_a_mac_trains_on_its_cpu(monkeypatch, capsys):

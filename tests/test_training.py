@@ -3,10 +3,12 @@
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
+import conftest
 import pytest
 from conftest import ROOT, SCRIPTS, environment, launch, train
 
@@ -107,22 +109,23 @@ def test_a_log_file_gets_lines_and_a_terminal_gets_a_bar(small_mnist):
     log = launch(ROOT / DDP, *flags).stderr
     assert re.findall(r"step (\d+)/12", log) == ["5", "10", "12"]
     assert "\r" not in log
-    pty = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
-    terminal = launch("-c", pty, sys.executable, ROOT / DDP, *flags)
+    command = f"stty rows 24 cols 80; {shlex.join(map(str, (sys.executable, ROOT / DDP, *flags)))}"
+    terminal = conftest.run(["script", "--quiet", "--return", "--command", command, "/dev/null"])
     assert terminal.returncode == 0, terminal.stdout
-    assert "12/12" in terminal.stdout and "\r" in terminal.stdout and "step 5/12" not in terminal.stdout
+    assert re.search(r"\repoch 1/1:.* 12/12 ", terminal.stdout), terminal.stdout
+    assert "step 5/12" not in terminal.stdout
 
 
 def test_learns_synthetic_images(tmp_path):
-    flags = ("--dataset", "synthetic", "--train-size", 4096, "--epochs", 1)
+    flags = ("--dataset", "synthetic", "--train-size", 4096, "--batch-size", 32, "--epochs", 1)
     result = train(MANUAL, *flags, nproc=2, metrics=tmp_path / "m")
-    assert result.metrics[0]["test_accuracy"] > 0.5
+    assert result.metrics[0]["test_accuracy"] > 0.8
     assert result.metrics[0]["test_samples"] == 10_000
 
 
 def test_learns_real_mnist_on_the_same_bits(real_mnist, tmp_path):
-    flags = ("--data-dir", real_mnist, "--train-size", 8192, "--epochs", 1)
+    flags = ("--data-dir", real_mnist, "--train-size", 4096, "--batch-size", 32, "--epochs", 1)
     ddp, manual = (train(script, *flags, nproc=2, metrics=tmp_path / "m") for script in SCRIPTS)
     assert outcome(ddp) == outcome(manual)
-    assert ddp.metrics[0]["test_accuracy"] > 0.9
+    assert ddp.metrics[0]["test_accuracy"] > 0.85
     assert ddp.metrics[0]["test_samples"] == 10_000
