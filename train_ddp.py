@@ -312,8 +312,7 @@ def train_epoch(model, optimizer, loader, epoch, steps, device, args):
     quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
     with tqdm(total=steps, desc=name, unit="step", leave=False, disable=quiet) as bar:
         for step in range(1, steps + 1):
-            # Progress in the middle of the step: at its start the first step would have a rate of zero, at its
-            # end the last.
+            # Progress at mid-step, so that neither the first step nor the last has a rate of zero.
             lr = optimizer.defaults["lr"] * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             for group in optimizer.param_groups:
                 group["lr"] = lr
