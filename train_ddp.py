@@ -50,15 +50,15 @@ TEST_RESULT = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_
 
 
 def number(name, kind, minimum):
-    """Return an argparse type: a finite int or float of at least `minimum`, called `name` in errors."""
+    """Return an argparse type: an int or float of at least `minimum`, described by `name`."""
 
     def parse(text):
-        value = kind(text)
-        if not minimum <= value < 2**31:  # true of NaN, too
-            raise ValueError
-        return value
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if minimum <= value < 2**31:  # never true of NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {name} below 2**31")
 
-    parse.__name__ = f"{name} (below 2**31)"  # as in "invalid positive int (below 2**31) value: '0'"
     return parse
 
 
@@ -68,26 +68,27 @@ def parse_args():
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.error = lambda message: fail(f"{message} (see --help)", code=2)
-    positive, natural = number("positive int", int, 1), number("non-negative int", int, 0)
-    positive_float = number("positive float", float, sys.float_info.min)
+    positive, natural = number("a positive int", int, 1), number("a non-negative int", int, 0)
+    positive_float = number("a positive float", float, sys.float_info.min)
+    non_negative_float = number("a non-negative float", float, 0)
     add = parser.add_argument
     add("--epochs", type=natural, default=3, metavar="N", help="0 sets up, evaluates and exits")
     # Not 1: BatchNorm's last maps are 1 x 1, so of one image there is no variance.
-    several = number("int above 1", int, 2)
+    several = number("an int above 1", int, 2)
     add("--batch-size", type=several, default=128, metavar="N", help="samples per process and forward pass")
     add("--accum-steps", type=positive, default=1, metavar="N", help="forward passes per optimizer step")
     add("--lr", type=positive_float, default=3e-3, metavar="X", help="peak learning rate")
     add("--scale-lr", choices=("none", "linear", "sqrt"), default="none", help="scale --lr with global batch / 256")
-    add("--clip-grad-norm", type=number("non-negative float", float, 0), default=0, metavar="X", help="0 is off")
+    add("--clip-grad-norm", type=non_negative_float, default=0, metavar="X", help="limit of its norm; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic needs no files")
-    add("--data-dir", type=Path, default="data", metavar="DIR", help="where MNIST is, or is put")
+    add("--data-dir", type=Path, default="data", metavar="DIR", help="holds MNIST/raw, or will")
     add("--train-size", type=positive, metavar="N", help="only the first N training images; None is all")
     add("--seed", type=natural, default=0, metavar="N", help="of weights, order and synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
-    add("--backend", metavar="NAME", help="of torch.distributed; None is nccl for CUDA and ROCm, gloo for CPU")
-    add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size; None is 1 for the first, then 25")
+    add("--backend", metavar="NAME", help="what connects the ranks; None is nccl for CUDA and ROCm, gloo for CPU")
+    add("--bucket-cap-mb", type=positive, metavar="N", help="gradient bucket size in MiB; None is 1, then 25")
     add("--timeout", type=positive_float, default=300, metavar="S", help="seconds that a collective may wait")
     add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports")
     add("--metrics", type=Path, metavar="FILE", help="append one JSON object per epoch, and one at the end")
@@ -229,9 +230,12 @@ def read_mnist(folder):
                 raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
     except Exception as error:  # a damaged file makes torchvision raise nearly anything
         names = ", ".join(name for name, _ in MNIST.resources)
+        for empty in (raw, raw.parent, folder):
+            with contextlib.suppress(OSError):
+                empty.rmdir()  # what torchvision has made, perhaps in the wrong place
         raise ValueError(
-            f"no MNIST to be had from {raw}: put its files there ({names}), having deleted damaged ones, or use "
-            f"--dataset synthetic, which needs none. {type(error).__name__}: {error}"
+            f"no usable MNIST in {raw}: give --data-dir the folder that holds MNIST/raw, or put the files there "
+            f"({names}; delete damaged ones), or use --dataset synthetic. {type(error).__name__}: {error}"
         )
     finally:
         socket.setdefaulttimeout(None)
@@ -436,6 +440,7 @@ def main():
         "peak_memory_bytes": peak,
     }
     print(json.dumps(summary), file=metrics)
+    del ddp  # were it to outlive the group, its destructor could wait for a thread that waits for the GIL
     dist.destroy_process_group()
 
 
@@ -447,6 +452,7 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if "deterministic" in str(error):
             fail(f"--deterministic: {error}")
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        gloo_says = ("gloo", "timed out", "pair closure")
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in gloo_says):
             fail(f"lost touch with another rank: see what each rank said first, on every node. {error}")
         raise

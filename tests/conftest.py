@@ -53,6 +53,12 @@ def train(script, *flags, **options):
     return result
 
 
+def own_lines(result):
+    """Return what the scripts printed, on stderr and stdout, without the lines of torchrun and of older Gloos."""
+    lines = (result.stderr + result.stdout).splitlines()
+    return [line for line in lines if not re.match(r"[WEI]\d{4} |.*\[Gloo\]|.*peer ranks|$", line)]
+
+
 def errors(result):
     """Return the lines in which the scripts say why they failed; never a traceback of theirs."""
     assert result.returncode != 0, result.stdout

@@ -20,16 +20,16 @@ DDP, MANUAL = SCRIPTS
 SYNTHETIC = ("--dataset", "synthetic")
 
 MISTAKES = {  # flags: what the line says
-    ("--epochs", "-1"): "argument --epochs: invalid non-negative int (below 2**31) value: '-1'",
-    ("--batch-size", "1"): "argument --batch-size: invalid int above 1 (below 2**31) value: '1'",
-    ("--batch-size", "many"): "argument --batch-size: invalid int above 1 (below 2**31) value: 'many'",
-    ("--accum-steps", "0"): "argument --accum-steps: invalid positive int",
-    ("--lr", "nan"): "argument --lr: invalid positive float (below 2**31) value: 'nan'",
-    ("--lr", "inf"): "argument --lr: invalid positive float",
-    ("--lr", "0"): "argument --lr: invalid positive float",
-    ("--clip-grad-norm", "-1"): "argument --clip-grad-norm: invalid non-negative float",
-    ("--timeout", "0"): "argument --timeout: invalid positive float",
-    ("--train-size", "0"): "argument --train-size: invalid positive int",
+    ("--epochs", "-1"): "argument --epochs: '-1' is not a non-negative int below 2**31",
+    ("--batch-size", "1"): "argument --batch-size: '1' is not an int above 1 below 2**31",
+    ("--batch-size", "many"): "argument --batch-size: 'many' is not an int above 1",
+    ("--accum-steps", "0"): "argument --accum-steps: '0' is not a positive int below 2**31",
+    ("--lr", "nan"): "argument --lr: 'nan' is not a positive float below 2**31",
+    ("--lr", "inf"): "argument --lr: 'inf' is not a positive float",
+    ("--lr", "0"): "argument --lr: '0' is not a positive float",
+    ("--clip-grad-norm", "-1"): "argument --clip-grad-norm: '-1' is not a non-negative float",
+    ("--timeout", "0"): "argument --timeout: '0' is not a positive float",
+    ("--train-size", "0"): "argument --train-size: '0' is not a positive int",
     ("--train-size", "60001"): "--train-size 60001: there are 60000 training images",
     ("--batch-size", "70000"): "60000 training images, but a step takes 70000",
     ("--train-size", "100"): "100 training images, but a step takes 128",
@@ -37,7 +37,7 @@ MISTAKES = {  # flags: what the line says
     ("--backend", "nccl"): "--backend nccl: this torch connects cpu by gloo",
     ("--metrics", "missing/folder/m.jsonl"): "--metrics: [Errno 2] No such file or directory: 'missing/folder/m.jsonl'",
     ("--metrics", "/"): "--metrics: [Errno 21] Is a directory: '/'",
-    ("--data-dir", "/proc/nowhere"): "no MNIST to be had from /proc/nowhere/MNIST/raw",
+    ("--data-dir", "/proc/nowhere"): "no usable MNIST in /proc/nowhere/MNIST/raw",
     ("--data-dir", __file__): "Errno",
     ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
 }
@@ -92,14 +92,15 @@ def test_damaged_data(subtests, tmp_path):
     for folder, result in zip(folders, results, strict=True):
         with subtests.test(msg=folder.name):
             (line,) = errors(result)
-            assert f"no MNIST to be had from {folder}/MNIST/raw" in line
+            assert f"no usable MNIST in {folder}/MNIST/raw" in line
             assert "--dataset synthetic" in line
 
 
 def test_data_that_one_rank_lacks_ends_all_with_one_line(tmp_path):
-    result = launch(ROOT / MANUAL, "--data-dir", tmp_path, nproc=2)
+    result = launch(ROOT / MANUAL, "--data-dir", tmp_path / "mistyped", nproc=2)
     (line,) = errors(result)
-    assert "no MNIST to be had" in line
+    assert "no usable MNIST" in line
+    assert not list(tmp_path.iterdir()), "left behind"
 
 
 def test_the_line_is_not_lost_when_rank_0_is_late(tmp_path):

@@ -39,9 +39,8 @@ def outcome(result):
 
 
 def words(result):
-    """Return what a run prints, without torchrun's own lines, times and memory."""
-    lines = [line for line in (result.stdout + result.stderr).splitlines() if not re.match(r"[WEI]\d{4} ", line)]
-    return [re.sub(r"[\d.,]+ (s\b|samples/s|MiB)", r"# \1", line) for line in lines]
+    """Return what a run prints, without times and memory."""
+    return [re.sub(r"[\d.,]+ (s\b|samples/s|MiB)", r"# \1", line) for line in conftest.own_lines(result)]
 
 
 def test_twins_end_on_the_same_bits_at_two_processes(run):
