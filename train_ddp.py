@@ -3,6 +3,7 @@
     python train_ddp.py                                       # one process
     torchrun --standalone --nproc_per_node=2 train_ddp.py     # two; --nproc_per_node=gpu: one per GPU
     ... train_ddp.py --dataset synthetic                      # without a download
+    ... train_ddp.py --checkpoint ck.pt                       # goes on from ck.pt, if it is there
     ... train_ddp.py --help                                   # every flag
 
 Each process (a rank) holds the whole model and trains on its own part of every batch. The
@@ -17,6 +18,9 @@ To train your own model on your own data, change `build_model` and `load_data` (
 
 import argparse
 import contextlib
+import dataclasses
+import fcntl
+import functools
 import hashlib
 import io
 import itertools
@@ -24,11 +28,31 @@ import json
 import math
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 import time
+import zipfile
 from datetime import timedelta
 from pathlib import Path
+
+PARENT = os.getppid()  # torchrun, if it started this process
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+received = []  # when these have reached this process, by time.monotonic()
+
+
+def on_signal(number, frame):
+    """Remember that this process was asked to stop: `train_epoch` does it, together with all ranks."""
+    received.append(time.monotonic())
+    if number == signal.SIGINT:  # whoever presses Ctrl-C twice means it; torchrun passes the second on as SIGTERM
+        for stop in STOP_SIGNALS:
+            signal.signal(stop, signal.SIG_DFL)
+
+
+if __name__ == "__main__":  # up here, for the imports below take seconds
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, on_signal)
 
 import numpy as np
 import torch
@@ -44,6 +68,7 @@ from tqdm import tqdm
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
 WARMUP = 0.3  # the part of the training in which the learning rate rises
+LOCK_WAIT = 20  # seconds: more than the ranks of a torchrun that was killed go on
 
 TRAIN_RESULT = "epoch {epoch}  train loss {train_loss:.4f}  {samples_per_second:,.0f} samples/s  "
 TEST_RESULT = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_samples:,} test images"
@@ -92,14 +117,22 @@ def parse_args():
     add("--timeout", type=positive_float, default=300, metavar="S", help="seconds that a collective may wait")
     add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports")
     add("--metrics", type=Path, metavar="FILE", help="append one JSON object per epoch, and one at the end")
-    return parser.parse_args()
+    add("--checkpoint", type=Path, metavar="FILE", help="save to FILE, and go on from it if it is there")
+    add("--save-every", type=natural, default=0, metavar="N", help="save every N steps too, not only after each epoch")
+    args = parser.parse_args()
+    if args.save_every and not args.checkpoint:
+        parser.error("--save-every: where to? Give --checkpoint as well")
+    return args
 
 
 def fail(message, code=1):
     """End this process with one line on stderr."""
-    # torchrun kills its other processes when one ends: let local rank 0 first say what all would say.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
+    # torchrun ends its other processes when one has ended: let local rank 0 first say what all would say.
+    patience = time.monotonic() + 10 * (os.environ.get("LOCAL_RANK", "0") != "0")
+    while time.monotonic() < patience:
+        if received:  # it has
+            sys.exit(code)
+        time.sleep(0.1)
     line = " ".join(message.partition("\nException raised from")[0].split())  # cut torch's C++ stack off
     sys.stderr.write(f"{Path(__file__).name}: error: {line}\n")  # in one piece, unlike print
     sys.exit(code)
@@ -107,8 +140,9 @@ def fail(message, code=1):
 
 def say(line, file=None):
     """Print a line on rank 0: messages to stderr, results to stdout."""
-    if dist.get_rank() == 0:
-        print(line, file=file or sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # a Ctrl-C that asks us to save has ended `| tee log` already
+        if dist.get_rank() == 0:
+            print(line, file=file or sys.stderr, flush=True)
 
 
 def gather(value):
@@ -116,6 +150,24 @@ def gather(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def fail_together(problem):
+    """End all ranks if one has a problem: a line, or None. Collective: every rank calls it."""
+    for line in filter(None, gather(problem)):
+        fail(line)
+
+
+def follow_torchrun():
+    """End this process within a second or two of a torchrun that was killed, and so could not end it."""
+
+    def watch():
+        while os.getppid() == PARENT:
+            time.sleep(1)
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def read_world():
@@ -171,19 +223,37 @@ def choose_device(local_rank, local_size):
 
 
 def join_group(args, device, rank, world_size):
-    """Meet the other processes in the default process group."""
+    """Meet the other processes in the default process group. Returns the name of the device's backend."""
     backend = args.backend or dist.get_default_backend_for_device(device)
     if backend not in list_backends(device):
         fail(f"--backend {backend}: this torch connects {device.type} by {', '.join(list_backends(device))}")
     bound = None if device.type == "cpu" else device  # or NCCL would guess which GPU is whose
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}  # no port to clash
+    # What the ranks tell each other from CPU to CPU has not to wait for a GPU.
+    backends = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    timeout = timedelta(seconds=args.timeout)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=bound, **alone)
+        store = dist.HashStore()
+        if world_size > 1:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # After a restart, torchrun's store still holds the addresses of the dead: look elsewhere in it.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # init_process_group would wait for the others too, but deaf: torchrun may be ending us since one has died.
+        arrival = time.monotonic()
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < world_size and time.monotonic() < arrival + args.timeout:
+            time.sleep(0.1)
+            if received and time.monotonic() > max(arrival, received[0]) + 10:
+                store.add("arrived", -1)
+                fail("stopped by a signal before all other processes have arrived")
+        dist.init_process_group(
+            backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
+        )
     except (RuntimeError, ValueError) as error:
         fail(
             f"rank {rank} of {world_size} has not met the others: have all started, with the same MASTER_ADDR, a free "
             f"MASTER_PORT, and the interface between them in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME? {error}"
         )
+    return backend
 
 
 class DeviceImages(Dataset):
@@ -242,6 +312,26 @@ def read_mnist(folder):
     return sets
 
 
+class ResumableSampler:
+    """Deals out what a distributed sampler does, but from any place in an epoch on."""
+
+    def __init__(self, sampler):
+        self.sampler, self.rank, self.skip = sampler, sampler.rank, 0
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        return itertools.islice(self.sampler, self.skip, None)
+
+    def set_position(self, epoch, samples):
+        """Begin in `epoch` after its first `samples`, which the ranks have used together, however many they were."""
+        self.sampler.set_epoch(epoch)  # without this, every epoch has the same order
+        # Of the samples left, the first W go to the W ranks. This one's is the `skip`-th of all those that the
+        # sampler deals to a rank, another one perhaps: each W-th from there on is dealt to the same.
+        self.skip, self.sampler.rank = divmod(samples + self.rank, self.sampler.num_replicas)
+
+
 def load_data(args, device, rank, local_rank, world_size):
     """Return the loaders of the training and the test set. Collective: every rank calls it."""
     sets = error = None
@@ -254,8 +344,7 @@ def load_data(args, device, rank, local_rank, world_size):
                 sets = read_mnist(args.data_dir)
             except ValueError as problem:
                 error = str(problem)
-        for problem in filter(None, gather(error)):
-            fail(problem)
+        fail_together(error)
     (images, labels), test = sets
     count_steps(args, world_size, len(images))
     train_set = DeviceImages(images[: args.train_size], labels[: args.train_size], device)
@@ -263,7 +352,7 @@ def load_data(args, device, rank, local_rank, world_size):
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     share = range(rank, len(test_set), world_size)  # every W-th image, no padding: each is counted once
     options = {"batch_size": args.batch_size, "collate_fn": lambda batch: batch}  # __getitems__ has collated
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, sampler=ResumableSampler(sampler), drop_last=True, **options)
     return train_loader, DataLoader(test_set, sampler=share, **options)
 
 
@@ -284,6 +373,122 @@ def lr_factor(progress):
     return (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
 
 
+@dataclasses.dataclass
+class Progress:
+    """How far the training has come, whatever the number of ranks: all counts are over all of them."""
+
+    epoch: int = 0  # how many are complete
+    samples: int = 0  # how many of the next one are used
+    loss_sum: float = 0.0  # over these
+    step: int = 0  # optimizer steps in all
+    history: list = dataclasses.field(default_factory=list)  # the --metrics of each complete epoch
+
+
+class Checkpoint:
+    """The file of --checkpoint, `path`: at every moment one whole state of the training, the last to be saved.
+
+    From the moment that it is made until the process ends, no other run can use it. Collective: every rank makes it.
+    """
+
+    FIXED = ("--dataset", "--train-size", "--seed", "optimizer")  # with another, the saved position means nothing
+
+    def __init__(self, path):
+        self.path = path and path.resolve()  # of a link, the target will be replaced
+        self.temporary = Path(f"{self.path}.tmp")
+        problem = None
+        if path and dist.get_rank() == 0:
+            try:
+                self._lock()
+            except OSError as error:
+                problem = f"--checkpoint: {error}"
+        fail_together(problem)
+
+    def load(self, model, optimizer, setting):
+        """Load the newest file that any rank can read, as all nodes need not share a disk; return its Progress.
+
+        Collective. Where there is no file, return the Progress of a new run; where there are but unreadable ones,
+        end all ranks. `setting`, a dict, says how this run trains, and is compared with that of the one that saved.
+        """
+        if not self.path:
+            return Progress()
+        state = found = problem = None
+        try:
+            state = self._read()
+            found = state["progress"]["epoch"], state["progress"]["samples"]
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # a damaged file makes torch.load raise nearly anything
+            problem = f"--checkpoint {self.path}: not a checkpoint, or a damaged one; give another name, or delete it "
+            problem += f"to start over. {type(error).__name__}: {error}"
+        answers = gather((found, problem))
+        newest = max((found for found, _ in answers if found), default=None)
+        for problem in filter(None, (problem for _, problem in answers)):
+            say(problem) if newest else fail(problem)
+        if not newest:
+            return Progress()
+        box = [state]
+        dist.broadcast_object_list(box, src=[found for found, _ in answers].index(newest))
+        old, changed = box[0]["setting"], []
+        for name in setting:
+            if old.get(name, setting[name]) != setting[name]:
+                changed.append(f"{name} {old[name]} -> {setting[name]}")
+                if name in self.FIXED:
+                    fail(f"--checkpoint {self.path} is of another run: {changed[-1]}. Undo that, or give another name")
+        try:
+            model.load_state_dict(box[0]["model"])
+            optimizer.load_state_dict(box[0]["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            fail(f"--checkpoint {self.path} is of another model: give another name. {str(error)[:400]}")
+        say("; ".join([f"going on from {self.path}", *changed]))
+        return Progress(**box[0]["progress"])
+
+    def save(self, model, optimizer, setting, progress):
+        """Replace the file, on rank 0, by one that is whole and on the disk. If it cannot, the old one stays."""
+        if not self.path or dist.get_rank() != 0:
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state |= {"setting": setting, "progress": vars(progress)}
+        try:
+            with self.temporary.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.temporary.replace(self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            os.fsync(folder)  # or a power cut might undo the renaming
+            os.close(folder)
+        except (OSError, RuntimeError) as error:  # torch.save hides the first behind the second
+            self.temporary.unlink(missing_ok=True)
+            fail(f"--checkpoint {self.path}: not saved, the one before it is as it was. {error.__context__ or error}")
+
+    def _lock(self):
+        # A file of its own, as the checkpoint is replaced each time. It is locked until this process ends.
+        self.lock = Path(f"{self.path}.lock").open("a")  # noqa: SIM115
+        patience = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    raise BlockingIOError(f"another run is using {self.path}")
+                time.sleep(0.5)
+            except OSError as error:  # Lustre, for one, may be mounted without locks
+                say(f"{self.path} is not locked, see that no other run uses it: {error}")
+                break
+        self.temporary.touch()  # better to learn now than after an hour that the folder cannot be written to
+        self.temporary.unlink()
+
+    def _read(self):
+        with zipfile.ZipFile(self.path) as file:  # as torch.save writes it; torch.load skips the checksums
+            if part := file.testzip():
+                raise ValueError(f"wrong checksum of {part}")
+        state = torch.load(self.path, map_location="cpu", weights_only=True)  # no code in it is run
+        if not isinstance(state, dict) or state.keys() != {"model", "optimizer", "progress", "setting"}:
+            raise ValueError("another program's file")
+        return state
+
+
 def train_step(model, optimizer, batches, device, args):
     """Take one optimizer step over `accum_steps` batches. Returns this rank's mean loss, on the device."""
     mean_loss = 0
@@ -302,44 +507,70 @@ def train_step(model, optimizer, batches, device, args):
     return mean_loss
 
 
-def train_epoch(model, optimizer, loader, epoch, steps, device, args):
-    """Train for one epoch of `steps` steps. Returns its part of the --metrics."""
-    world_size = dist.get_world_size()
-    samples = world_size * args.batch_size * args.accum_steps  # of one step
-    name = f"epoch {epoch + 1}/{args.epochs}"
-    loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
+def train_epoch(model, optimizer, loader, progress, save, device, args):
+    """Train from `progress` to the end of its epoch, or until a signal.
+
+    Calls `save()` every --save-every steps, and before it stops. Returns the epoch's part of the --metrics, or
+    None if it has stopped, which all ranks do after the same step.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = world_size * args.batch_size * args.accum_steps  # samples of one step
+    steps = len(loader) // args.accum_steps  # of a whole epoch
+    left = (len(loader.sampler) * world_size - progress.samples) // batch
+    name = f"epoch {progress.epoch + 1}/{args.epochs}"
+    if progress.samples:
+        odd = len(loader.dataset) - progress.samples - left * batch
+        say(f"{name}  {progress.samples:,} samples are used: {left} steps to go, {odd} samples will be left out")
+    loader.sampler.set_position(progress.epoch, progress.samples)
     batches = iter(loader)
     model.train()
-    losses, unread, start = [], [], time.perf_counter()
+    unread, start = [], time.perf_counter()
     since = start
     # Only a terminal gets a bar: in a log file its carriage returns make one endless line.
-    quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
-    with tqdm(total=steps, desc=name, unit="step", leave=False, disable=quiet) as bar:
-        for step in range(1, steps + 1):
+    quiet = rank != 0 or not sys.stderr.isatty()
+    with tqdm(total=steps, initial=steps - left, desc=name, unit="step", leave=False, disable=quiet) as bar:
+        for step in range(steps - left + 1, steps + 1):
+            # While the step is computed, the ranks tell each other whether a signal has reached any of them.
+            stop = torch.tensor(len(received))
+            answers = dist.all_reduce(stop, async_op=True)
             # Progress at mid-step, so that neither the first step nor the last has a rate of zero.
-            lr = optimizer.defaults["lr"] * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
+            done = (progress.epoch * steps + progress.samples / batch + 0.5) / (args.epochs * steps)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = optimizer.defaults["lr"] * lr_factor(done)
+            # What is random in a model depends on the place in the training too, and need not be saved.
+            torch.manual_seed(hash((args.seed, progress.step, rank)))
             step_batches = itertools.islice(batches, args.accum_steps)
             unread.append(train_step(model, optimizer, step_batches, device, args))
+            progress.samples += batch
+            progress.step += 1
             bar.update()
-            if step % args.log_interval and step < steps:
+            answers.wait()
+            due = stop or (args.save_every and progress.step % args.save_every == 0)
+            if step % args.log_interval and step < steps and not due:
                 continue
             # To read a loss is to wait for the GPU: read many at once, averaged over the ranks.
             means = torch.stack(unread) / world_size
             dist.all_reduce(means)
             means, unread = means.tolist(), []
-            for i, loss in enumerate(means, len(losses) + 1):
+            for i, loss in enumerate(means, step - len(means) + 1):
                 if not math.isfinite(loss):
                     bar.close()
                     fail(f"the loss is {loss} in {name}, step {i}: try a lower --lr, or --clip-grad-norm 1")
-            losses += means
-            speed, since = len(means) * samples / (time.perf_counter() - since), time.perf_counter()
-            status = f"lr {lr:.2e}  loss {sum(means) / len(means):.4f}  {speed:,.0f} samples/s"
+                progress.loss_sum += loss * batch
+            speed, since = len(means) * batch / (time.perf_counter() - since), time.perf_counter()
+            status = f"lr {group['lr']:.2e}  loss {sum(means) / len(means):.4f}  {speed:,.0f} samples/s"
             bar.set_postfix_str(status)
             if bar.disable:
                 say(f"{name}  step {step}/{steps}  {status}")
-    return {"lr": lr, "train_loss": sum(losses) / steps, "samples_per_second": steps * samples / (since - start)}
+            if due:
+                save()
+            if stop:
+                return None
+    return {
+        "lr": optimizer.param_groups[0]["lr"],
+        "train_loss": progress.loss_sum / progress.samples,
+        "samples_per_second": left * batch / (time.perf_counter() - start),
+    }
 
 
 @torch.no_grad()
@@ -375,25 +606,42 @@ def weights_sha256(model):
     return digest.hexdigest()
 
 
+def open_metrics(path):
+    """Return the file of --metrics, open for new lines, on rank 0; elsewhere the null device. Collective."""
+    file = problem = None
+    try:
+        file = (path if path and dist.get_rank() == 0 else Path(os.devnull)).open("a", buffering=1)
+    except OSError as error:
+        problem = f"--metrics: {error}"
+    fail_together(problem)
+    return file
+
+
+def mend_metrics(file, history):
+    """Give the file of --metrics the lines of `history`: a kill may have cost it the last one, or half of that."""
+    if history and Path(file.name).is_file():
+        lines = Path(file.name).read_bytes()
+        file.truncate(lines.rfind(b"\n") + 1)
+        file.writelines(f"{line}\n" for line in map(json.dumps, history) if f"{line}\n".encode() not in lines)
+
+
 def main():
     args = parse_args()
     rank, local_rank, world_size, local_size = read_world()
     count_steps(args, world_size, TRAIN_IMAGES)
     device = choose_device(local_rank, local_size)
-    try:
-        metrics = (args.metrics if args.metrics and rank == 0 else Path(os.devnull)).open("a", buffering=1)
-    except OSError as error:
-        fail(f"--metrics: {error}")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
         torch.use_deterministic_algorithms(True)
-    join_group(args, device, rank, world_size)
+    follow_torchrun()
+    backend = join_group(args, device, rank, world_size)
+    metrics, checkpoint = open_metrics(args.metrics), Checkpoint(args.checkpoint)
 
     train_loader, test_loader = load_data(args, device, rank, local_rank, world_size)
     steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
     name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     places = gather(f"{socket.gethostname()}, {name}, CPU threads: {torch.get_num_threads()}")
-    say(f"torch {torch.__version__}, backend {dist.get_backend()}")
+    say(f"torch {torch.__version__}, backend {backend}")
     for place, ranks in itertools.groupby(range(world_size), key=places.__getitem__):
         say(f"rank {', '.join(map(str, ranks))} on {place}")
     say(f"global batch {batch} = {world_size} processes x {args.batch_size} samples x {args.accum_steps} accumulated")
@@ -403,22 +651,47 @@ def main():
     model = build_model().to(device)
     if args.compile:
         model.compile()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
     scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
     # The default second beta, 0.999, averages over a thousand steps, more than this run has.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, betas=(0.9, 0.99), fused=True)
+    no_matter = ("data_dir", "timeout", "log_interval", "metrics", "checkpoint", "save_every")
+    setting = {f"--{flag.replace('_', '-')}": value for flag, value in vars(args).items() if flag not in no_matter} | {
+        "--train-size": len(train_loader.dataset),
+        "optimizer": type(optimizer).__name__,
+        "processes": world_size,
+        "device": name,
+        "CPU threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+    progress = checkpoint.load(model, optimizer, setting)
+    save = functools.partial(checkpoint.save, model, optimizer, setting, progress)
+    mend_metrics(metrics, progress.history)
 
-    start = time.perf_counter()
-    for epoch in range(args.epochs):
-        trained = train_epoch(ddp, optimizer, train_loader, epoch, steps, device, args)
-        entry = {"epoch": epoch + 1, "step": (epoch + 1) * steps} | trained
-        entry |= evaluate(model, test_loader, device, args)
+    def record(entry):
+        progress.history.append(entry)
+        save()
         print(json.dumps(entry), file=metrics)
+
+    ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
+    start, first_step, entry = time.perf_counter(), progress.step, None
+    while progress.epoch < args.epochs:
+        trained = train_epoch(ddp, optimizer, train_loader, progress, save, device, args)
+        if not trained:
+            place = f"stopped by a signal in epoch {progress.epoch + 1}, after {progress.samples:,} samples of it"
+            if not args.checkpoint:
+                fail(f"{place}; nothing is saved without --checkpoint")
+            return say(f"{place}; saved to {args.checkpoint}, from where the same command goes on")
+        entry = {"epoch": progress.epoch + 1, "step": progress.step} | trained
+        entry |= evaluate(model, test_loader, device, args)
         say((TRAIN_RESULT + TEST_RESULT).format(**entry), sys.stdout)
-    if not args.epochs:
+        progress.epoch, progress.samples, progress.loss_sum = progress.epoch + 1, 0, 0.0
+        record(entry)
+    if not entry:
+        if progress.epoch:
+            say(f"nothing to train: {progress.epoch} of {args.epochs} epochs are done")
         say(TEST_RESULT.format(**evaluate(model, test_loader, device, args)), sys.stdout)
-    seconds, samples = time.perf_counter() - start, args.epochs * steps * batch
+    seconds, samples = time.perf_counter() - start, (progress.step - first_step) * batch
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
@@ -431,6 +704,8 @@ def main():
         f"peak memory {peak / 2**20:,.0f} MiB per process\nweights sha256 {hashes[0]}, the same on every rank",
         sys.stdout,
     )
+    if progress.history and "weights_sha256" in progress.history[-1]:
+        return None  # it was recorded when the training ended
     summary = {
         "weights_sha256": hashes[0],
         "world_size": world_size,
@@ -439,14 +714,15 @@ def main():
         "samples_per_second": samples / seconds,
         "peak_memory_bytes": peak,
     }
-    print(json.dumps(summary), file=metrics)
-    del ddp  # were it to outlive the group, its destructor could wait for a thread that waits for the GIL
-    dist.destroy_process_group()
+    record(summary)
 
 
 if __name__ == "__main__":
     try:
         main()
+        dist.destroy_process_group()
+        for stop in STOP_SIGNALS:  # one more signal must not turn success into failure while Python shuts down
+            signal.signal(stop, signal.SIG_IGN)
     except torch.OutOfMemoryError:
         fail("the GPU is out of memory: halve --batch-size, and double --accum-steps to keep the global batch")
     except RuntimeError as error:

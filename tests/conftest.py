@@ -1,10 +1,15 @@
 """What all tests share: starting the scripts as a user does, a small MNIST, and who may skip."""
 
+import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -37,20 +42,90 @@ def run(command, cwd=ROOT, gpu=False, timeout=180, **env):
     return result
 
 
+def start(nproc=None, *flags):
+    """Return the start of a command: `python`, or `torchrun` with its `flags`, which are --standalone by default."""
+    return [sys.executable] if nproc is None else [TORCHRUN, *(flags or ["--standalone"]), f"--nproc_per_node={nproc}"]
+
+
 def launch(*command, nproc=None, **options):
     """Run `python command...`, or torchrun with `nproc` processes."""
-    start = [sys.executable] if nproc is None else [TORCHRUN, "--standalone", f"--nproc_per_node={nproc}"]
-    return run([*start, *command], **options)
+    return run([*start(nproc), *command], **options)
+
+
+class Background:
+    """A command that runs while the test does something to it; leaving `with` kills all that is left of it."""
+
+    def __init__(self, *command, log, cwd=ROOT, **env):
+        self.log, self.mark = log, uuid.uuid4().hex
+        with log.open("w") as file:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            env = environment(**env, TEST_MARK=self.mark)
+            self.process = subprocess.Popen([*map(str, command)], cwd=cwd, env=env, **pipes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        while pids := list(self.pids().values()):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def pids(self):
+        """Return the ids of the processes that are left, by rank; None is torchrun's."""
+        found = {}
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                variables = environ.read_bytes().split(b"\0")
+                if f"TEST_MARK={self.mark}".encode() in variables:
+                    ranks = [int(name[5:]) for name in variables if name.startswith(b"RANK=")]
+                    found[ranks[0] if ranks else None] = int(environ.parent.name)
+        return found
+
+    def kill(self, rank, how=signal.SIGKILL):
+        os.kill(self.pids()[rank], how)
+
+    def output(self):
+        return self.log.read_text()
+
+    def wait_for(self, what, timeout=120):
+        """Wait until a pattern is in the output, or a function returns something."""
+        look = what if callable(what) else lambda: re.search(what, self.output())
+        deadline = time.monotonic() + timeout
+        while not (found := look()):
+            assert time.monotonic() < deadline, f"waited for {what}: {self.output()}"
+            time.sleep(0.01)
+        return found
+
+    def wait(self, timeout=180):
+        """Wait for its end; return the exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running: {self.output()}")
 
 
 def train(script, *flags, **options):
     """Run a script that must succeed; return its CompletedProcess, with `.metrics`, its JSON objects."""
     metrics = Path(options.pop("metrics"))
+    if "--checkpoint" not in flags:
+        metrics.unlink(missing_ok=True)
     result = launch(ROOT / script, *flags, "--metrics", metrics, **options)
     assert result.returncode == 0, result.stderr
-    result.metrics = [json.loads(line) for line in metrics.read_text().splitlines()]
-    metrics.unlink()
+    result.metrics = read_metrics(metrics)
     return result
+
+
+def read_metrics(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcome(entries):
+    """Return what of a run's --metrics must repeat: all but the times and the memory."""
+    clock = ("seconds", "samples_per_second", "peak_memory_bytes")
+    return [{key: value for key, value in entry.items() if key not in clock} for entry in entries]
 
 
 def own_lines(result):
@@ -86,6 +161,13 @@ def write_mnist(folder, train=600, test=101, shape=(28, 28)):
         write_idx(folder / "MNIST" / "raw" / f"{split}-images-idx3-ubyte", images)
         write_idx(folder / "MNIST" / "raw" / f"{split}-labels-idx1-ubyte", labels)
     return folder
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

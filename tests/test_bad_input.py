@@ -1,18 +1,16 @@
 """A user's mistake gets one clear line and an exit code; so does a peer that is gone."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import DISTRIBUTED, ROOT, SCRIPTS, environment, errors, launch, write_idx, write_mnist
+from conftest import DISTRIBUTED, ROOT, SCRIPTS, Background, errors, launch, start, write_idx, write_mnist
 
 import train_ddp
 
@@ -142,13 +140,6 @@ def by_hand(rank, world_size, port):
     return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.fixture
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def test_master_port_in_use():
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
@@ -168,26 +159,17 @@ def test_a_peer_that_never_arrives(free_port):
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_hangs_or_dies(how, free_port, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 8, "--epochs", 1000, "--timeout", 20, "--log-interval", 1)
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, ROOT / SCRIPTS[how == signal.SIGKILL], *map(str, flags)]
-        log = (tmp_path / f"rank{rank}").open("w+")
-        env = environment(**by_hand(rank, 2, free_port))
-        ranks.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
-    (first, log), (second, _) = ranks
-    try:
-        deadline = time.monotonic() + 120
-        while "step 3/" not in (tmp_path / "rank0").read_text():
-            assert time.monotonic() < deadline, (tmp_path / "rank0").read_text()
-            time.sleep(0.1)
-        second.send_signal(how)
-        assert first.wait(timeout=60) == 1
-    finally:
-        first.kill()
-        second.kill()
-    output = (tmp_path / "rank0").read_text()
-    assert "Traceback" not in output
-    assert "lost touch with another rank" in output.splitlines()[-1]
+    command = (*start(), ROOT / SCRIPTS[how == signal.SIGKILL], *flags)
+    with contextlib.ExitStack() as stack:
+        ranks = [Background(*command, log=tmp_path / f"{rank}", **by_hand(rank, 3, free_port)) for rank in range(3)]
+        for rank in ranks:
+            stack.enter_context(rank)
+        ranks[0].wait_for("step 3/")
+        ranks[2].process.send_signal(how)
+        for rank in ranks[:2]:
+            assert rank.wait(60) == 1
+            assert "Traceback" not in rank.output()
+            assert "lost touch with another rank" in rank.output().splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,8 +1,10 @@
 """What only a GPU can show: NCCL, and the flags that are for GPUs."""
 
+import signal
+
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, errors, launch, train
+from conftest import ROOT, SCRIPTS, Background, errors, launch, start, train
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +31,18 @@ def test_twins_and_reruns_end_on_the_same_bits(run, flags):
 def test_reruns_of_a_compiled_model_end_on_the_same_bits(run, script):
     first, second = run(script, "--compile"), run(script, "--compile")
     assert first.metrics[-1]["weights_sha256"] == second.metrics[-1]["weights_sha256"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_stopped_run_goes_on_to_the_same_bits(run, script, small_mnist, tmp_path):
+    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 2, "--deterministic", "--log-interval", 1)
+    saving = ("--checkpoint", tmp_path / "ck.pt", "--save-every", 2)
+    with Background(*start(1), ROOT / script, *flags, *saving, log=tmp_path / "log", gpu=True) as job:
+        job.wait_for("step 3/")
+        job.kill(0, signal.SIGTERM)
+        assert job.wait() == 0, job.output()
+        assert "stopped by a signal" in job.output()
+    assert run(script, *saving).metrics[-1]["weights_sha256"] == run(script).metrics[-1]["weights_sha256"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,7 +10,7 @@ import sys
 
 import conftest
 import pytest
-from conftest import ROOT, SCRIPTS, environment, launch, train
+from conftest import ROOT, SCRIPTS, environment, launch, outcome, train
 
 DDP, MANUAL = SCRIPTS
 EPOCH_KEYS = {
@@ -32,12 +32,6 @@ def run(small_mnist, tmp_path):
     return run
 
 
-def outcome(result):
-    """Return what of a run must repeat: all results but the times and the memory."""
-    clock = ("seconds", "samples_per_second", "peak_memory_bytes")
-    return [{key: value for key, value in entry.items() if key not in clock} for entry in result.metrics]
-
-
 def words(result):
     """Return what a run prints, without times and memory."""
     return [re.sub(r"[\d.,]+ (s\b|samples/s|MiB)", r"# \1", line) for line in conftest.own_lines(result)]
@@ -47,7 +41,7 @@ def test_twins_end_on_the_same_bits_at_two_processes(run):
     ddp = run(DDP, 2)
     for sync in ("bucketed", "flat", "per-parameter"):
         manual = run(MANUAL, 2, "--sync", sync)
-        assert outcome(manual) == outcome(ddp), sync
+        assert outcome(manual.metrics) == outcome(ddp.metrics), sync
         assert words(manual) == words(ddp), sync
 
     first, second, end = ddp.metrics
@@ -65,7 +59,7 @@ def test_twins_agree_with_accumulation_clipping_bf16_and_small_buckets(run):
     flags = ("--accum-steps", 2, "--clip-grad-norm", 0.5, "--precision", "bf16", "--bucket-cap-mb", 5)
     flags += ("--scale-lr", "sqrt", "--train-size", 500, "--deterministic")
     ddp, manual = run(DDP, 2, *flags), run(MANUAL, 2, *flags)
-    assert outcome(manual) == outcome(ddp)
+    assert outcome(manual.metrics) == outcome(ddp.metrics)
     assert ddp.metrics[-1]["global_batch_size"] == 128
     assert ddp.metrics[0]["step"] == 3
 
@@ -73,7 +67,7 @@ def test_twins_agree_with_accumulation_clipping_bf16_and_small_buckets(run):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_reruns_repeat_themselves_at_three_processes(run, script):
     once, again, other = run(script, 3), run(script, 3), run(script, 3, "--seed", 1)
-    assert outcome(once) == outcome(again)
+    assert outcome(once.metrics) == outcome(again.metrics)
     assert once.metrics[-1]["weights_sha256"] != other.metrics[-1]["weights_sha256"]
     assert once.metrics[0]["test_samples"] == 101  # 3 does not divide it
 
@@ -125,6 +119,6 @@ def test_learns_synthetic_images(tmp_path):
 def test_learns_real_mnist_on_the_same_bits(real_mnist, tmp_path):
     flags = ("--data-dir", real_mnist, "--train-size", 4096, "--batch-size", 32, "--epochs", 1)
     ddp, manual = (train(script, *flags, nproc=2, metrics=tmp_path / "m") for script in SCRIPTS)
-    assert outcome(ddp) == outcome(manual)
+    assert outcome(ddp.metrics) == outcome(manual.metrics)
     assert ddp.metrics[0]["test_accuracy"] > 0.85
     assert ddp.metrics[0]["test_samples"] == 10_000
