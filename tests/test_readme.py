@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,13 +19,15 @@ COMMANDS = [
 ]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 FIRST, TESTS = COMMANDS[0], COMMANDS[1]
-TRAININGS = [command for command in COMMANDS[2:] if re.search(r"train_\w*\.py", command) and "diff" not in command]
+SOAKS = [command for command in COMMANDS if "tests/soak.py" in command]
+TRAININGS = [command for command in COMMANDS[2:] if re.search(r" train_\w*\.py", command)]
+TRAININGS = [command for command in TRAININGS if command not in SOAKS and "diff" not in command]
 
 
-def run_as_it_stands(command, *flags):
+def run_as_it_stands(command, *flags, **options):
     """Run a command of the README in a shell that has entered the virtual environment; `flags` come last."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return run(["bash", "-c", f"{command} {shlex.join(map(str, flags))}"], PATH=path)
+    return run(["bash", "-c", f"{command} {shlex.join(map(str, flags))}"], PATH=path, **options)
 
 
 def shape(text):
@@ -37,8 +40,8 @@ def shape(text):
 def test_every_command_is_run_or_known():
     assert FIRST.startswith(ENTER + "requirements.txt && ")
     assert TESTS == ENTER + "tests/requirements.txt && pytest tests"  # which is how this test came to run
-    assert set(COMMANDS) == {FIRST, TESTS, *TRAININGS, f"diff {' '.join(SCRIPTS)}"}
-    assert len(TRAININGS) >= 5
+    assert set(COMMANDS) == {FIRST, TESTS, *TRAININGS, *SOAKS, f"diff {' '.join(SCRIPTS)}"}
+    assert len(TRAININGS) >= 6 and len(SOAKS) == 2
 
 
 def test_the_first_command_prints_what_is_shown():
@@ -49,10 +52,21 @@ def test_the_first_command_prints_what_is_shown():
 
 
 @pytest.mark.parametrize("command", TRAININGS)
-def test_training_command(command, small_mnist):
-    result = run_as_it_stands(command, "--data-dir", small_mnist, "--epochs", 1)
+def test_training_command(command, small_mnist, tmp_path):
+    # In a copy, where the command may leave its files.
+    for script in SCRIPTS:
+        shutil.copy(ROOT / script, tmp_path)
+    result = run_as_it_stands(command, "--data-dir", small_mnist, "--epochs", 1, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "the same on every rank" in result.stdout
+
+
+@pytest.mark.parametrize("command", SOAKS)
+def test_soak_command(command, small_mnist):
+    result = run_as_it_stands(command, "--data-dir", small_mnist, "--batch-size", 16, "--kills", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(set(re.findall("weights sha256 [0-9a-f]{64}", result.stdout))) == 1
+    assert " killed " in result.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
