@@ -228,23 +228,27 @@ def join_group(args, device, rank, world_size):
     if backend not in list_backends(device):
         fail(f"--backend {backend}: this torch connects {device.type} by {', '.join(list_backends(device))}")
     bound = None if device.type == "cpu" else device  # or NCCL would guess which GPU is whose
-    # What the ranks tell each other from CPU to CPU has not to wait for a GPU.
+    # Gloo as well, so that what one CPU tells the others need not wait for a GPU.
     backends = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     timeout = timedelta(seconds=args.timeout)
     try:
         store = dist.HashStore()
         if world_size > 1:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # After a restart, torchrun's store still holds the addresses of the dead: look elsewhere in it.
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # After a restart, torchrun's store still holds the addresses of the dead: look elsewhere in it. (With
+            # several nodes, their counts may differ; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store.)
+            store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         # init_process_group would wait for the others too, but deaf: torchrun may be ending us since one has died.
-        arrival = time.monotonic()
-        store.add("arrived", 1)
-        while store.add("arrived", 0) < world_size and time.monotonic() < arrival + args.timeout:
+        arrival, arrived = time.monotonic(), store.add("arrived", 1)
+        while arrived < world_size:
             time.sleep(0.1)
+            if time.monotonic() > arrival + args.timeout:
+                raise RuntimeError(f"{arrived} of {world_size} have arrived")
             if received and time.monotonic() > max(arrival, received[0]) + 10:
                 store.add("arrived", -1)
-                fail("stopped by a signal before all other processes have arrived")
+                fail("stopped by a signal, and not all other processes have arrived")
+            arrived = store.add("arrived", 0)
         dist.init_process_group(
             backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
         )
@@ -381,85 +385,89 @@ class Progress:
     samples: int = 0  # how many of the next one are used
     loss_sum: float = 0.0  # over these
     step: int = 0  # optimizer steps in all
-    history: list = dataclasses.field(default_factory=list)  # the --metrics of each complete epoch
+    history: list = dataclasses.field(default_factory=list)  # the lines of --metrics so far
 
 
 class Checkpoint:
-    """The file of --checkpoint, `path`: at every moment one whole state of the training, the last to be saved.
+    """The file of --checkpoint: at every moment one whole state of the training, the last to be saved.
 
-    From the moment that it is made until the process ends, no other run can use it. Collective: every rank makes it.
+    `setting`, a dict of str, says how this run trains.
     """
 
     FIXED = ("--dataset", "--train-size", "--seed", "optimizer")  # with another, the saved position means nothing
 
-    def __init__(self, path):
-        self.path = path and path.resolve()  # of a link, the target will be replaced
+    def __init__(self, path, setting):
+        self.path, self.setting = path and path.resolve(), setting  # of a link, the target will be replaced
         self.temporary = Path(f"{self.path}.tmp")
-        problem = None
-        if path and dist.get_rank() == 0:
-            try:
-                self._lock()
-            except OSError as error:
-                problem = f"--checkpoint: {error}"
-        fail_together(problem)
 
-    def load(self, model, optimizer, setting):
-        """Load the newest file that any rank can read, as all nodes need not share a disk; return its Progress.
+    def load(self, model, optimizer):
+        """Load the newest file that any rank can read, as nodes need not share a disk; return its Progress.
 
-        Collective. Where there is no file, return the Progress of a new run; where there are but unreadable ones,
-        end all ranks. `setting`, a dict, says how this run trains, and is compared with that of the one that saved.
+        Collective. From here on until this process ends, no other run can use the file. Where there is none, return
+        the Progress of a new run; where there are but unreadable or unfit ones, end all ranks.
         """
         if not self.path:
             return Progress()
         state = found = problem = None
         try:
+            if dist.get_rank() == 0:
+                self._lock()
+        except OSError as error:
+            problem = f"--checkpoint: {error}"
+        fail_together(problem)
+        try:
             state = self._read()
             found = state["progress"]["epoch"], state["progress"]["samples"]
         except FileNotFoundError:
             pass
+        except OSError as error:
+            problem = f"--checkpoint: {error}"
         except Exception as error:  # a damaged file makes torch.load raise nearly anything
             problem = f"--checkpoint {self.path}: not a checkpoint, or a damaged one; give another name, or delete it "
             problem += f"to start over. {type(error).__name__}: {error}"
         answers = gather((found, problem))
         newest = max((found for found, _ in answers if found), default=None)
-        for problem in filter(None, (problem for _, problem in answers)):
-            say(problem) if newest else fail(problem)
+        for line in filter(None, (problem for _, problem in answers)):
+            say(line) if newest else fail(line)
         if not newest:
             return Progress()
+        if problem and dist.get_rank() == 0:
+            self.path.replace(f"{self.path}.damaged")  # it may be precious to another program
         box = [state]
         dist.broadcast_object_list(box, src=[found for found, _ in answers].index(newest))
-        old, changed = box[0]["setting"], []
-        for name in setting:
-            if old.get(name, setting[name]) != setting[name]:
-                changed.append(f"{name} {old[name]} -> {setting[name]}")
-                if name in self.FIXED:
-                    fail(f"--checkpoint {self.path} is of another run: {changed[-1]}. Undo that, or give another name")
         try:
+            old, new = box[0]["setting"], self.setting
+            changed = {name: f"{name} {old.get(name)} -> {new.get(name)}" for name in old | new}
+            changed = {name: words for name, words in changed.items() if old.get(name) != new.get(name)}
+            for name in filter(changed.get, self.FIXED):
+                fail(f"--checkpoint {self.path} is of another run: {changed[name]}. Undo that, or give another name")
             model.load_state_dict(box[0]["model"])
             optimizer.load_state_dict(box[0]["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            fail(f"--checkpoint {self.path} is of another model: give another name. {str(error)[:400]}")
-        say("; ".join([f"going on from {self.path}", *changed]))
-        return Progress(**box[0]["progress"])
+            progress = Progress(**box[0]["progress"])
+        except Exception as error:  # each of these has its own
+            fail(f"--checkpoint {self.path} is of another model or script: give another name. {str(error)[:400]}")
+        say("; ".join([f"going on from {self.path}", *changed.values()]))
+        return progress
 
-    def save(self, model, optimizer, setting, progress):
+    def save(self, model, optimizer, progress):
         """Replace the file, on rank 0, by one that is whole and on the disk. If it cannot, the old one stays."""
         if not self.path or dist.get_rank() != 0:
             return
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"setting": setting, "progress": vars(progress)}
         try:
             with self.temporary.open("wb") as file:
-                torch.save(state, file)
+                torch.save(state | {"setting": self.setting, "progress": vars(progress)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             self.temporary.replace(self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            os.fsync(folder)  # or a power cut might undo the renaming
-            os.close(folder)
         except (OSError, RuntimeError) as error:  # torch.save hides the first behind the second
-            self.temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.temporary.unlink()
             fail(f"--checkpoint {self.path}: not saved, the one before it is as it was. {error.__context__ or error}")
+        with contextlib.suppress(OSError):  # not every file system can, but without, a power cut may undo the renaming
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
 
     def _lock(self):
         # A file of its own, as the checkpoint is replaced each time. It is locked until this process ends.
@@ -516,7 +524,7 @@ def train_epoch(model, optimizer, loader, progress, save, device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = world_size * args.batch_size * args.accum_steps  # samples of one step
     steps = len(loader) // args.accum_steps  # of a whole epoch
-    left = (len(loader.sampler) * world_size - progress.samples) // batch
+    left = max(0, len(loader.sampler) * world_size - progress.samples) // batch
     name = f"epoch {progress.epoch + 1}/{args.epochs}"
     if progress.samples:
         odd = len(loader.dataset) - progress.samples - left * batch
@@ -635,7 +643,7 @@ def main():
         torch.use_deterministic_algorithms(True)
     follow_torchrun()
     backend = join_group(args, device, rank, world_size)
-    metrics, checkpoint = open_metrics(args.metrics), Checkpoint(args.checkpoint)
+    metrics = open_metrics(args.metrics)
 
     train_loader, test_loader = load_data(args, device, rank, local_rank, world_size)
     steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
@@ -654,17 +662,17 @@ def main():
     scale = {"none": 1, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[args.scale_lr]  # Goyal et al., 2017
     # The default second beta, 0.999, averages over a thousand steps, more than this run has.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * scale, betas=(0.9, 0.99), fused=True)
-    no_matter = ("data_dir", "timeout", "log_interval", "metrics", "checkpoint", "save_every")
-    setting = {f"--{flag.replace('_', '-')}": value for flag, value in vars(args).items() if flag not in no_matter} | {
-        "--train-size": len(train_loader.dataset),
+    setting = {f"--{flag.replace('_', '-')}": str(value) for flag, value in vars(args).items()} | {
+        "--train-size": str(len(train_loader.dataset)),
         "optimizer": type(optimizer).__name__,
-        "processes": world_size,
+        "processes": str(world_size),
         "device": name,
-        "CPU threads": torch.get_num_threads(),
+        "CPU threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
     }
-    progress = checkpoint.load(model, optimizer, setting)
-    save = functools.partial(checkpoint.save, model, optimizer, setting, progress)
+    checkpoint = Checkpoint(args.checkpoint, setting)
+    progress = checkpoint.load(model, optimizer)
+    save = functools.partial(checkpoint.save, model, optimizer, progress)
     mend_metrics(metrics, progress.history)
 
     def record(entry):
@@ -704,8 +712,6 @@ def main():
         f"peak memory {peak / 2**20:,.0f} MiB per process\nweights sha256 {hashes[0]}, the same on every rank",
         sys.stdout,
     )
-    if progress.history and "weights_sha256" in progress.history[-1]:
-        return None  # it was recorded when the training ended
     summary = {
         "weights_sha256": hashes[0],
         "world_size": world_size,
@@ -714,7 +720,8 @@ def main():
         "samples_per_second": samples / seconds,
         "peak_memory_bytes": peak,
     }
-    record(summary)
+    if not (progress.history and "weights_sha256" in progress.history[-1]):  # else it was recorded back then
+        record(summary)
 
 
 if __name__ == "__main__":
@@ -732,3 +739,5 @@ if __name__ == "__main__":
         if isinstance(error, dist.DistError) or any(words in str(error) for words in gloo_says):
             fail(f"lost touch with another rank: see what each rank said first, on every node. {error}")
         raise
+    except OSError as error:  # the disk of --metrics may be full
+        fail(str(error))

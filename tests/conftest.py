@@ -24,13 +24,13 @@ DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 sys.path.insert(0, str(ROOT))
 
 
-def environment(gpu=False, **changes):
+def environment(gpu=False, network=False, **changes):
     """Return this process's environment, made independent of who started the tests, with `changes`."""
     env = {name: value for name, value in os.environ.items() if name not in (*DISTRIBUTED, "OMP_NUM_THREADS")}
     # Nothing listens there: a test that would download fails at once, on every machine.
-    env |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"PYTHONPATH": str(ROOT)}
+    env |= {} if network else dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     env |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    return env | {name: str(value) for name, value in changes.items()}
+    return env | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in changes.items()}
 
 
 def run(command, cwd=ROOT, gpu=False, timeout=180, **env):

@@ -17,23 +17,29 @@ from conftest import ROOT, SCRIPTS, Background, start
 
 
 def disturb(job, nproc, kills, pause, rng):
-    """Kill a random rank of a Background job, and one of those that take its place, and so on, `kills` times.
+    """Kill a random rank of a Background job, and then of the ranks that torchrun has started again, `kills` times.
 
-    Each is killed up to `pause` seconds after all ranks have started: imports, rendezvous and reading the
-    checkpoint take the first few. Returns what was done, one line a kill.
+    Every other time up to `pause` seconds after the ranks have taken their first step; else up to `pause` after
+    they have started, when they import, meet, or read the checkpoint. Returns what was done, one line a kill.
     """
-    victims, story = {}, []
-    while len(story) < kills:
+    old, story = set(), []
+    for kill in range(kills):
+        known = len(job.output())
 
-        def replaced(old=victims):
+        def ranks(old=old):
+            assert job.process.poll() is None, job.output()
             new = {rank: pid for rank, pid in job.pids().items() if rank is not None}
-            return len(new) == nproc and not {*new.values()} & {*old.values()} and new
+            return new if len(new) == nproc and not old & {*new.values()} else None
 
-        victims = job.wait_for(replaced)
+        victims, since = job.wait_for(ranks), "start"
+        if kill % 2 == 0:
+            job.wait_for(lambda known=known: "  loss " in job.output()[known:])
+            since = "first step"
         delay, rank = rng.uniform(0, pause), rng.randrange(nproc)
         time.sleep(delay)
         os.kill(victims[rank], signal.SIGKILL)
-        story.append(f"rank {rank} killed {delay:.1f} s after its start")
+        story.append(f"rank {rank} killed {delay:.1f} s after its {since}")
+        old = {*victims.values()}
     return story
 
 
@@ -48,15 +54,16 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         began = time.monotonic()
-        with Background(*start(args.nproc), *command, log=log) as job:
+        where = {"cwd": Path.cwd(), "log": log, "gpu": True, "network": True}
+        with Background(*start(args.nproc), *command, **where) as job:
             job.wait_for("  loss ")
-            ready = time.monotonic() - began
+            ready = time.monotonic()
             peace = report(job, began, 0)
+        pause = 0.9 * (time.monotonic() - ready) / args.kills  # so that something is left to train after the last one
         command += ["--checkpoint", Path(folder) / "ck.pt", "--save-every", args.save_every]
-        began, rest = time.monotonic(), time.monotonic() - began - ready
-        with Background(*start(args.nproc, "--standalone", f"--max-restarts={args.kills}"), *command, log=log) as job:
-            # However late the kills, this leaves something to train after the last one.
-            for line in disturb(job, args.nproc, args.kills, ready + rest / args.kills, random.Random(args.script)):
+        began = time.monotonic()
+        with Background(*start(args.nproc, "--standalone", f"--max-restarts={args.kills}"), *command, **where) as job:
+            for line in disturb(job, args.nproc, args.kills, pause, random.Random(args.script)):
                 print(line)
             war = report(job, began, args.kills)
     sys.exit(None if war == peace else "the weights differ")

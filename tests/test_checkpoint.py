@@ -73,13 +73,14 @@ def test_kills_at_any_moment(script, nproc, how, undisturbed, flags, tmp_path):
     kills = 3
     command = start(nproc, how, f"--max-restarts={kills}")  # so that each may cost one restart
     with Background(*command, ROOT / script, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
-        disturb(job, nproc, kills, 7, random.Random(f"{script} {nproc}"))
+        disturb(job, nproc, kills, 2.5, random.Random(37))  # with these numbers, rank 0 and another one die
         assert job.wait() == 0, job.output()
         output = job.output()
+    assert "going on from" in output
     assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(script, nproc)
     steps = [18 * int(epoch) + int(step) for epoch, step in re.findall(r"epoch (\d)/2  step (\d+)/", output)]
-    for before, after in itertools.pairwise(steps):
-        assert after > before - 5, steps  # --save-every
+    back = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
+    assert back and max(back) <= 5, steps  # --save-every
 
 
 def test_a_kill_while_rank_0_writes(undisturbed, flags, tmp_path):
@@ -89,8 +90,8 @@ def test_a_kill_while_rank_0_writes(undisturbed, flags, tmp_path):
             *start(), ROOT / DDP, *flags, *saving(tmp_path), "--save-every", 1, log=tmp_path / "log"
         ) as job:
             job.wait_for(whole.exists)
-            job.wait_for(lambda: half.exists() and half.stat().st_size)
-            job.kill(None)
+            job.wait_for(half.exists)
+            job.process.kill()
             job.wait()
         if half.exists():  # else it was renamed in that moment
             break
@@ -104,6 +105,7 @@ def test_a_killed_torchrun_leaves_no_orphans_and_a_second_start_goes_on(undistur
         job.process.kill()
         assert finish(MANUAL, 2, flags, tmp_path) == undisturbed(DDP, 2)
         assert not job.pids()
+        assert "epoch 2/2  step 18/" not in job.output()  # they did not end by having finished
 
 
 def everyone(job, number):
@@ -134,10 +136,12 @@ def test_a_polite_stop(how, undisturbed, flags, tmp_path):
         assert job.wait() == code, job.output()
         assert job.output().count(STOPPED) == 1, job.output()
         assert "error: " not in job.output()
-        assert finish(second, 2, flags, tmp_path) == undisturbed(DDP, 2)
+    state = torch.load(tmp_path / "ck.pt")
+    assert f"after {state['progress']['samples']} samples of it" in job.output()
+    assert finish(second, 2, flags, tmp_path) == undisturbed(DDP, 2)
 
 
-def test_a_signal_during_the_start_and_during_an_evaluation(undisturbed, flags, tmp_path):
+def test_a_signal_during_the_start_and_during_an_evaluation(flags, tmp_path):
     command = (*start(2), ROOT / DDP, *flags, *saving(tmp_path))
     with Background(*command, log=tmp_path / "log") as job:
         for rank in (1, 0):  # before torch is imported
@@ -151,14 +155,15 @@ def test_a_signal_during_the_start_and_during_an_evaluation(undisturbed, flags, 
     for epoch in (1, 2):
         with Background(*command, log=tmp_path / "log") as job:
             job.wait_for(f"epoch {epoch}/2  step 2/2")
-            job.process.terminate()
-            job.wait()
+            job.kill(1, signal.SIGTERM)
+            assert job.wait() == 0, job.output()
             assert f"epoch {epoch}  train loss" in job.output()
             assert (f"{STOPPED} 2, after 64 samples" if epoch == 1 else "weights sha256") in job.output()
 
 
 def test_a_second_signal_after_ctrl_c(flags, tmp_path):
-    with Background(*start(), ROOT / DDP, *flags, "--epochs", 1000, *saving(tmp_path), log=tmp_path / "log") as job:
+    command = (*start(), ROOT / DDP, *flags, "--epochs", 1000, "--batch-size", 300, *saving(tmp_path))
+    with Background(*command, log=tmp_path / "log") as job:
         job.wait_for("step 1/")
         job.process.send_signal(signal.SIGINT)
         job.wait_for(lambda: not catches(job.process.pid, signal.SIGTERM))
@@ -187,7 +192,7 @@ def test_a_stop_without_a_checkpoint(flags, tmp_path):
         assert re.search(f"error: {STOPPED} 1.*without --checkpoint", job.output().splitlines()[-1])
 
 
-@pytest.mark.parametrize(("script", "before", "after"), [(DDP, 2, 1), (MANUAL, 1, 2), (DDP, 2, 3), (MANUAL, 2, 3)])
+@pytest.mark.parametrize(("script", "before", "after"), [(MANUAL, 2, 1), (DDP, 1, 2), (DDP, 2, 3)])
 def test_another_world_size_uses_each_sample_once(script, before, after, flags, tmp_path):
     command = (SPY, ROOT / script, *flags, "--epochs", 1, *saving(tmp_path))
     spy = {"SPY": tmp_path, "TRAIN_IMAGES": 600}
@@ -280,7 +285,7 @@ def test_unfit_files_are_refused_and_stay(subtests, saved, flags, tmp_path):
     for (name, (_, words)), (result, unchanged) in zip(DAMAGES.items(), attempts, strict=True):
         with subtests.test(msg=name):
             (line,) = errors(result)
-            assert words in line and "give another name" in line
+            assert words in line and "--checkpoint" in line
             assert unchanged
     assert not (tmp_path / "exploded").exists()
 
@@ -312,8 +317,7 @@ def test_a_file_system_without_locks(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr("fcntl.flock", flock)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("train_ddp.fail_together", lambda problem: problem and pytest.fail(problem))
-    train_ddp.Checkpoint(tmp_path / "ck.pt")
+    train_ddp.Checkpoint(tmp_path / "ck.pt", {})._lock()
     assert "ck.pt is not locked" in capsys.readouterr().err
 
 
@@ -363,20 +367,75 @@ def test_threads_are_told(saved, flags, tmp_path):
     assert re.search(r"going on from .*; CPU threads 99 -> \d+; torch 1.0 -> ", result.stderr), result.stderr
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_nodes_that_share_no_disk(damaged, saved, flags, tmp_path, free_port):
+def test_a_larger_world_at_the_end_of_an_epoch(flags, tmp_path):
+    command = (ROOT / MANUAL, *flags, "--train-size", 33, "--checkpoint", tmp_path / "ck.pt")
+    with Background(*start(), *command, "--epochs", 1, "--batch-size", 33, log=tmp_path / "log") as job:
+        job.wait_for(lambda: catches(job.process.pid, signal.SIGUSR1))
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.wait() == 0, job.output()
+    result = train(*command, nproc=2, metrics=tmp_path / "m")  # 33 samples are one too many for two
+    assert "33 samples are used: 0 steps to go, 0 samples will be left out" in result.stderr
+    assert [entry.get("step") for entry in result.metrics] == [1, 2, None]
+
+
+@pytest.fixture
+def on_two_nodes(tmp_path):
+    """Start two torchruns, which stand for two nodes, in the folders a and b."""
+    with contextlib.ExitStack() as stack:
+
+        def on_two_nodes(*command, how, **env):
+            jobs = []
+            for node, name in enumerate("ab"):
+                (tmp_path / name).mkdir(exist_ok=True)
+                torchrun = start(1, "--nnodes=2", *(flag.format(node=node, head=not node) for flag in how))
+                job = Background(*torchrun, *command, cwd=tmp_path / name, log=tmp_path / name / "log", **env)
+                jobs.append(stack.enter_context(job))
+            return jobs
+
+        yield on_two_nodes
+
+
+def static(port):
+    return ("--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
+
+
+@pytest.mark.parametrize("first", [None, "damaged", "older"])
+def test_nodes_that_share_no_disk(first, saved, flags, tmp_path, free_port, on_two_nodes):
+    """Rank 1's node has a file; that of rank 0 has none, or one that is not to be used."""
     for node in "ab":
         (tmp_path / node).mkdir()
-    shutil.copy(saved / "ck.pt", tmp_path / "b")  # where rank 1 is; rank 0 may have none, or a damaged one
-    if damaged:
-        (tmp_path / "a" / "ck.pt").write_bytes(b"damaged")
-    jobs = []
-    with contextlib.ExitStack() as stack:
-        for node, name in enumerate("ab"):
-            rendezvous = ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={free_port}")
-            command = (*start(1, *rendezvous), ROOT / DDP, *flags, "--epochs", 1, "--checkpoint", "ck.pt")
-            jobs.append(Background(*command, cwd=tmp_path / name, log=tmp_path / name / "log"))
-            stack.enter_context(jobs[-1])
-        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output()
+    shutil.copy(saved / "ck.pt", tmp_path / "b")
+    if first == "older":
+        launch(ROOT / DDP, *flags, "--epochs", 0, "--checkpoint", tmp_path / "a" / "ck.pt")
+    elif first == "damaged":
+        (tmp_path / "a" / "ck.pt").write_text(first)
+    jobs = on_two_nodes(ROOT / DDP, *flags, "--epochs", 1, "--checkpoint", "ck.pt", how=static(free_port))
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].output()
     assert "nothing to train: 1 of 1 epochs are done" in jobs[0].output()
-    assert ("damaged" in jobs[0].output()) == damaged
+    if first == "damaged":
+        assert "not a checkpoint, or a damaged one" in jobs[0].output()
+        assert (tmp_path / "a" / "ck.pt.damaged").read_text() == first
+
+
+def test_a_damaged_file_on_one_node_only(flags, tmp_path, free_port, on_two_nodes):
+    for node in "ab":
+        (tmp_path / node).mkdir()
+    (tmp_path / "b" / "ck.pt").write_text("damaged")
+    jobs = on_two_nodes(ROOT / DDP, *flags, "--checkpoint", "ck.pt", how=static(free_port))
+    assert [job.wait() for job in jobs] == [1, 1]
+    assert "error: --checkpoint" in jobs[0].output() and "  loss " not in jobs[0].output()
+    assert (tmp_path / "b" / "ck.pt").read_text() == "damaged"
+
+
+def test_a_kill_on_one_of_two_nodes(undisturbed, flags, tmp_path, free_port, on_two_nodes):
+    how = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-conf=is_host={head}")
+    how += ("--local-addr=127.0.0.1", "--max-restarts=1")
+    command = (ROOT / DDP, *flags, *saving(tmp_path))
+    jobs = on_two_nodes(*command, how=how, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, OMP_NUM_THREADS=1)
+    first, second = jobs
+    first.wait_for(lambda: "epoch 1/2  step 7/" in first.output() + second.output())
+    job, rank = next((job, rank) for job in jobs for rank in job.pids() if rank == 1)
+    job.kill(rank)
+    assert [job.wait() for job in jobs] == [0, 0], first.output() + second.output()
+    assert "going on from" in first.output() + second.output()
+    assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(DDP, 2)
