@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -109,7 +110,7 @@ def test_a_killed_torchrun_leaves_no_orphans_and_a_second_start_goes_on(undistur
 
 
 def everyone(job, number):
-    """Send a signal as scancel does: to torchrun, which ignores it here, and to all ranks, several times."""
+    """Send a signal as scancel does, to all and several times; but not to torchrun, which should ignore SIGUSR1."""
     for _ in range(3):
         for rank in reversed(range(2)):
             with contextlib.suppress(KeyError, ProcessLookupError):
@@ -328,6 +329,17 @@ def test_two_runs_of_one_file(flags, tmp_path):
         (line,) = errors(launch(*command))
         assert f"another run is using {tmp_path}/ck.pt" in line
         assert job.process.poll() is None
+
+
+def test_a_start_waits_for_the_lock_of_a_run_that_is_ending(flags, tmp_path):
+    with (tmp_path / "ck.pt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with Background(*start(), ROOT / MANUAL, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
+            job.wait_for("steps per epoch")
+            time.sleep(2)
+            assert "  loss " not in job.output()
+            lock.close()
+            assert job.wait() == 0, job.output()
 
 
 def test_finished_and_more_epochs(saved, flags, tmp_path):
