@@ -94,8 +94,10 @@ class Background:
         """Wait until a pattern is in the output, or a function returns something."""
         look = what if callable(what) else lambda: re.search(what, self.output())
         deadline = time.monotonic() + timeout
+        ended = False
         while not (found := look()):
-            assert time.monotonic() < deadline, f"waited for {what}: {self.output()}"
+            assert not ended and time.monotonic() < deadline, f"waited for {what}: {self.output()}"
+            ended = self.process.poll() is not None
             time.sleep(0.01)
         return found
 

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Train under Slurm: on each node one torchrun, which starts a process for each GPU.
+#
+#   sbatch slurm_submit_ddp.sh                                              # 2 nodes x 2 GPUs, train_ddp.py
+#   sbatch --nodes=4 --gpus-per-node=8 slurm_submit_ddp.sh --epochs 10      # arguments after it go to the script
+#   SCRIPT=train_manual_ddp.py sbatch slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
+#
+# With --checkpoint, the job saves before its time is up, is requeued, and goes on.
+#
+# What belongs to your site (--partition, --account, --time) are flags of sbatch, which win over the lines below.
+# --cpus-per-task=N: the CPUs of all processes of a node together. --gpus-per-node=0: train on CPUs.
+# --gpus=N: give --gpus-per-node=0 too, or Slurm compares it with the line below.
+#
+# Variables, all optional (VENV=.venv sbatch slurm_submit_ddp.sh):
+#   SCRIPT          what to train with, in this directory or beside this file (default train_ddp.py)
+#   VENV            the directory of a virtual environment to activate
+#   CONDA_ENV       the name or directory of a conda environment to activate
+#   MODULES         modules to load first, separated by spaces
+#   NPROC_PER_NODE  processes on each node (default: as many as GPUs there, or 1)
+#   MAX_REQUEUES    how often the job may be requeued, for whatever reason, before it stops doing it itself (default 10)
+# Without VENV, CONDA_ENV and MODULES, the environment is that of the shell that called sbatch.
+
+#SBATCH --job-name=ddp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=2
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+# (The last three: Slurm may start the job again, then in the same log, and tells this script 120 s before the limit.)
+
+set -uo pipefail # not -e: the exit code of the training is looked at
+
+fail() {
+    echo "slurm_submit_ddp.sh: error: $1" >&2
+    exit 1
+}
+
+# What to run, in which environment. $0 is a copy in Slurm's spool directory; the job knows the original.
+[[ ${SLURM_JOB_ID:-} ]] || fail 'start it with sbatch'
+submitted=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p;q')
+here=$(dirname "${submitted%" $*"}")
+set +u # the scripts of others
+if [[ $MODULES ]]; then
+    # shellcheck source=/dev/null
+    [[ $(type -t module) ]] || . /etc/profile
+    # shellcheck disable=SC2086 # it is a list
+    module load $MODULES || fail "MODULES=$MODULES could not be loaded"
+fi
+if [[ $CONDA_ENV ]]; then
+    eval "$(conda shell.bash hook)"
+    conda activate "$CONDA_ENV" || fail "CONDA_ENV=$CONDA_ENV cannot be activated"
+fi
+if [[ $VENV ]]; then
+    # shellcheck source=/dev/null
+    . "$VENV/bin/activate" || fail "VENV=$VENV cannot be activated"
+fi
+set -u
+launcher=$here/launch_multinode_ddp.sh
+[[ -r $launcher ]] || fail "there is no $launcher"
+
+export SLURM_EXPORT_ENV=ALL                         # let srun pass our variables on, even after sbatch --export=...
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes sbatch's --cpus-per-task
+unset SLURM_GPUS_PER_NODE                           # our line above, which srun would prefer to sbatch's --gres
+
+# Below the range from which systems give out ports, and another one for each job that may be on the node.
+restarts=${SLURM_RESTART_COUNT:-0}
+port=$((10000 + (SLURM_JOB_ID * 10 + restarts % 10) % 20000))
+
+run_node() { # on each node, as one task
+    local nproc=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+    local cpus=$((SRUN_CPUS_PER_TASK / nproc))
+    ((cpus)) || cpus=1
+    # torch would count the cores of the node, where Slurm does not confine the job to its own.
+    [[ ${OMP_NUM_THREADS:-} ]] || export OMP_NUM_THREADS=$cpus OMP_THREAD_LIMIT=$cpus
+    local launch=(bash "$launcher" --script "${SCRIPT:-train_ddp.py}" --nproc-per-node "$nproc")
+    launch+=(--nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID")
+    # The address of the first node's network, not what its own name resolves to there, often 127.0.1.1.
+    launch+=(--master-addr "$SLURM_LAUNCH_NODE_IPADDR" --master-port "$port")
+    if ((SLURM_NODEID == 0)); then
+        echo "nodes $SLURM_JOB_NODELIST, master $SLURM_LAUNCH_NODE_IPADDR:$port, restarts $restarts"
+        echo "processes a node $nproc, CPUs a process $cpus"
+        echo "command $("${launch[@]}" --dry-run -- "$@" 2>/dev/null)"
+    fi
+    exec "${launch[@]}" -- "$@"
+}
+export -f run_node
+export launcher port restarts
+
+# In the background, for a shell that waits for a program in the foreground does not hear signals.
+# shellcheck disable=SC2016 # the inner shell expands it
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'run_node "$@"' _ "$@" &
+srun=$!
+
+out_of_time='' # or about to be
+save_and_stop() {
+    out_of_time=yes
+    echo 'time is nearly up: saving' >&2
+    # Again and again: a process hears it once it has got as far as to set up its handler.
+    while kill -0 "$srun" && scancel --signal=USR1 "$SLURM_JOB_ID"; do sleep 10; done 2>/dev/null &
+}
+if [[ " $* " == *' --checkpoint'[\ =]* ]]; then
+    trap save_and_stop USR1
+else
+    trap '' USR1 # it could not go on later, so let it use the time that is left
+fi
+trap : TERM # scancel or preemption: Slurm has told all processes, too; stay until they have saved
+while kill -0 "$srun" 2>/dev/null; do
+    wait "$srun" # which a signal interrupts
+done
+wait "$srun"
+code=$?
+((code != 143)) || code=1 # the torchrun that srun has ended, with TERM, because another one had failed
+
+[[ $out_of_time && $code == 0 ]] || exit "$code"
+((restarts < ${MAX_REQUEUES:-10})) || fail "out of time, and requeued $restarts times before: submit it again to go on"
+echo "out of time: requeued"
+trap - TERM
+scontrol requeue "$SLURM_JOB_ID" || fail 'out of time, and not requeued: submit it again to go on'
+sleep infinity # until Slurm ends this script; if it ended first, the job would be over

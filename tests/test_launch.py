@@ -1,0 +1,300 @@
+"""launch_multinode_ddp.sh on one machine, and on hosts with addresses, names and processes of their own."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import HOSTS, Network, require, wait_until
+from conftest import ROOT, SCRIPTS, Background, run
+
+LAUNCHER = ROOT / "launch_multinode_ddp.sh"
+WORKER = f"-u {ROOT / SCRIPTS[0]}"  # how torchrun calls it
+ODD = 'it\'s "odd" * $HOME; true'  # as the name of a file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchrun_on_path():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    require(*HOSTS)
+    with Network(3, tmp_path_factory.mktemp("network")) as network:
+        yield network
+
+
+@pytest.fixture
+def small(small_mnist):
+    """Arguments that make a training short."""
+    return ("--data-dir", small_mnist, "--batch-size", 50, "--log-interval", 1, "--epochs", 3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(network, small_mnist):
+    """The hash of three epochs on two hosts, one process each."""
+    arguments = ("--data-dir", small_mnist, "--batch-size", 50, "--epochs", 3)
+    return weights(network.login.must(LAUNCHER, "--hosts=node0,node1", "--env=OMP_NUM_THREADS=1", "--", *arguments))
+
+
+def weights(output):
+    """Return the hash that a training has printed."""
+    (found,) = re.findall(r"weights sha256 (\w+), the same on every rank", output)
+    return found
+
+
+def nothing_left(network, timeout=60):
+    """Wait until no process of a training is left on any host."""
+    wait_until(lambda: [host.processes() for host in network.hosts] == [{}] * len(network.hosts), timeout)
+
+
+def printed(*arguments):
+    """Return the commands that the launcher prints for the nodes."""
+    result = run([LAUNCHER, *arguments])
+    assert result.returncode == 0, result.stderr
+    return re.findall(r"# node \d+\n(.*)", result.stdout)
+
+
+@pytest.mark.parametrize("script", ["launch_multinode_ddp.sh", "slurm_submit_ddp.sh"])
+@pytest.mark.parametrize("check", [["shellcheck"], ["shfmt", "--diff", "--indent", "4"]])
+def test_shell(check, script):
+    require(check[0])
+    result = run([*check, script])
+    assert result.returncode == 0, result.stdout
+
+
+def test_without_arguments_an_example_is_printed():
+    first, second = printed()
+    assert first.startswith("torchrun ") and "--node-rank=0" in first
+    assert second == first.replace("--node-rank=0", "--node-rank=1")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_printed_commands_run_as_printed(restarts, small, free_port, tmp_path):
+    """In two shells of one machine, which stand for two nodes."""
+    metrics = tmp_path / ODD
+    flags = ("--nnodes=2", "--nproc_per_node", 2, "--master-addr=127.0.0.1", "--master-port", free_port)
+    arguments = ("--", *small, "--epochs", 0, "--metrics", metrics)
+    commands = printed(*flags, "--max-restarts", restarts, "--env", f"VARIABLE={ODD}", *arguments)
+    assert len(commands) == 2
+    with contextlib.ExitStack() as stack:
+        logs = [tmp_path / f"{i}.log" for i in range(2)]
+        shells = [stack.enter_context(Background("bash", "-c", commands[i], log=logs[i])) for i in range(2)]
+        assert [shell.wait() for shell in shells] == [0, 0]
+    assert metrics.exists()
+    assert "global batch 200 = 4 processes" in "".join(log.read_text() for log in logs)
+
+
+def test_one_node(small, tmp_path):
+    arguments = ("--", *small, "--epochs", 0, "--metrics", tmp_path / ODD)
+    result = run([LAUNCHER, "--nproc-per-node=2", "--script", SCRIPTS[1], *arguments], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "global batch 100 = 2 processes" in result.stderr
+    assert (tmp_path / ODD).exists()
+
+
+def test_dry_run(network):
+    def dry(*arguments):
+        return network.nodes[0].must(LAUNCHER, *arguments, "--dry-run", "--", "a b")
+
+    assert shlex.split(dry())[-1] == "a b"
+    one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--env", "A=x y")
+    assert shlex.split(one)[:3] == ["A=x y", "GLOO_SOCKET_IFNAME=eth0", "torchrun"]
+    one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--interface=eth0")
+    assert shlex.split(one)[:2] == ["GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0"]
+    both = dry("--hosts=node0,node1").splitlines()
+    assert [shlex.split(line)[-2] for line in both] == ["node0", "node1"]
+    nothing_left(network)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--epochs", 3), "unknown argument --epochs (see --help; those of the script follow --)"),
+        (("3",), "unknown argument 3"),
+        (("--nnodes",), "--nnodes needs a value"),
+        (("--nnodes=0",), "--nnodes 0: give a number of nodes"),
+        (("--nproc-per-node=two",), "--nproc-per-node two: give a number of processes, gpu, cpu or auto"),
+        (("--nnodes=2", "--node-rank=2"), "--node-rank 2: give a number from 0 to 1"),
+        (("--nnodes=2", "--node-rank=0"), "--node-rank: give --master-addr, too"),
+        (("--nnodes=2", "--node-rank=0", "--master-addr=nowhere.invalid"), "--master-addr nowhere.invalid: unknown"),
+        (("--master-port=http",), "--master-port http: give a port"),
+        (("--max-restarts=-1",), "--max-restarts -1: give a number"),
+        (("--join-timeout=0",), "--join-timeout 0: give a number of seconds"),
+        (("--hosts=node0,node0",), "--hosts names a host twice"),
+        (("--hosts=node0,node1", "--nnodes=3"), "--hosts names 2 hosts, but --nnodes is 3"),
+        (("--hosts=node0", "--node-rank=0"), "--hosts starts every node: leave out --node-rank"),
+        (("--hosts=-oProxyCommand=x",), "--hosts: '-oProxyCommand=x' is not the name of a host"),
+        (("--env=NO_SUCH_VARIABLE",), "--env NO_SUCH_VARIABLE: there is no such variable here"),
+        (("--script=none.py",), f"there is no script {ROOT}/none.py"),
+        (("--venv=none",), "there is no none/bin/python"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, problem):
+    result = run([LAUNCHER, *arguments])
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"launch_multinode_ddp.sh: error: {problem}")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+
+
+def test_a_busy_port(free_port):
+    with socket.create_server(("0.0.0.0", free_port)):
+        result = run([LAUNCHER, "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", free_port])
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"error: port {free_port} is in use: give another --master-port\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_node_that_never_comes(free_port):
+    node = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", free_port)
+    result = run([LAUNCHER, *node, "--join-timeout=3"])
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"node 0 of 2: waiting for the others at 127.0.0.1:{free_port}, 3 s at most\n")
+    assert "1/2 clients joined" in result.stderr
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_by_hand(restarts, network, small, tmp_path):
+    """On three hosts, each of which takes its own name for 127.0.1.1; with c10d, a process is killed on one."""
+    checkpoint = ("--checkpoint", "ck.pt", "--save-every", 1) if restarts else ()
+    flags = ("--nnodes=3", "--master-addr=node0", "--max-restarts", restarts, "--env=OMP_NUM_THREADS=1")
+    with contextlib.ExitStack() as stack:
+        shells = []
+        for rank, node in enumerate(network.nodes):
+            command = (LAUNCHER, *flags, "--node-rank", rank, "--", *small, *checkpoint)
+            shells.append(stack.enter_context(node.background(*command, cwd=tmp_path, log=tmp_path / f"{rank}.log")))
+        if restarts:
+            wait_until(lambda: any("step 2/" in shell.output() for shell in shells))
+            network.nodes[2].kill(WORKER)
+        assert [shell.wait() for shell in shells] == [0, 0, 0], [shell.output() for shell in shells]
+    output = "".join(shell.output() for shell in shells)
+    assert weights(output)
+    assert ("going on from " in output) == bool(restarts)
+
+
+@pytest.mark.parametrize(("script", "hosts"), [(SCRIPTS[0], 3), (SCRIPTS[1], 2)])
+def test_over_ssh(script, hosts, network, small, undisturbed, tmp_path):
+    """From one of the hosts, which reaches itself by a loopback address."""
+    names = ",".join(f"node{i}" for i in range(hosts))
+    arguments = ("--", *small, "--metrics", tmp_path / ODD)
+    flags = ("--hosts", names, "--script", script, "--env=OMP_NUM_THREADS=1")
+    result = network.nodes[0].run(LAUNCHER, *flags, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert all(line.startswith("node0: ") for line in result.stdout.splitlines())
+    assert all(re.match(r"node\d: ", line) for line in result.stderr.splitlines())
+    assert re.search(rf"node0: rank {hosts - 1} on node{hosts - 1}, CPU, CPU threads: 1\n", result.stderr)
+    assert (tmp_path / ODD).exists()
+    assert hosts != 2 or weights(result.stdout) == undisturbed
+    nothing_left(network)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of what the launcher needs, which a test may hide from some hosts."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in (*SCRIPTS, LAUNCHER.name):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def test_hosts_that_are_not_ready(network, repository, tmp_path):
+    """Each says in one line what is wrong with it, and nothing starts."""
+    version = Path(torch.__file__).with_name("version.py")
+    (tmp_path / "version.py").write_text("__version__ = '1.0'\ncuda = hip = xpu = git_version = None\ndebug = False\n")
+    node0, node1, node2 = network.nodes
+
+    def complaints(hosts, *flags):
+        command = (repository / LAUNCHER.name, "--hosts", hosts, *flags, "--", "--epochs", 0)
+        result = network.login.run(*command, cwd=repository)
+        assert result.returncode == 1 and not result.stdout, result
+        nothing_left(network)
+        return result.stderr.splitlines()
+
+    with contextlib.ExitStack() as stack:
+
+        def mount(host, *arguments):
+            host.must("mount", *arguments)
+            stack.callback(host.must, "umount", arguments[-1])
+
+        mount(node0, "-t", "tmpfs", "none", repository)
+        assert complaints("node0,node1") == [f"node0: error: there is no {repository}/train_ddp.py"]
+        mount(node2, "-t", "tmpfs", "none", tmp_path)
+        mount(node1, "--bind", tmp_path / "version.py", version)
+        assert complaints("node1,node2,nowhere") == [
+            f"node2: error: there is no directory {repository}",
+            "nowhere: error: cannot log in without a password: "
+            "ssh: Could not resolve hostname nowhere: Temporary failure in name resolution",
+        ]
+        assert complaints("login,node1") == [f"node1: error: torch 1.0, not {torch.__version__}"]
+        assert complaints("login,node1", "--python=/bin/false")[0] == "login: error: /bin/false cannot import torch: "
+        mount(node1, "--bind", "/dev/null", network.folder / "user_key.pub")
+        assert complaints("login,node1") == [
+            "node1: error: cannot log in without a password: "
+            "root@node1: Permission denied (publickey,password,keyboard-interactive)."
+        ]
+    gpu = "error: 0 GPUs, but 1 needed"
+    if not torch.cuda.is_available():
+        assert complaints("node0,node1", "--nproc-per-node=gpu") == [f"node0: {gpu}", f"node1: {gpu}"]
+    listen = (
+        "import socket, time; server = socket.create_server(('', 29500)); print('ready', flush=True); time.sleep(99)"
+    )
+    with node0.background(sys.executable, "-c", listen, log=tmp_path / "log") as server:
+        server.wait_for("ready")
+        result = network.login.run(LAUNCHER, "--hosts=node0,node1", "--", "--epochs", 0)
+    assert result.returncode == 1
+    assert result.stderr == "node0: error: port 29500 is in use: give another --master-port\n"
+
+
+def launch(network, tmp_path, small, *flags):
+    """Start a training with a checkpoint on two hosts; return it once it has trained a few steps."""
+    arguments = ("--", *small, "--checkpoint", "ck.pt", "--save-every", 1, "--timeout", 10)
+    command = (LAUNCHER, "--hosts=node0,node1", "--env=OMP_NUM_THREADS=1", *flags, *arguments)
+    return network.login.background(*command, cwd=tmp_path, log=tmp_path / "log")
+
+
+def test_a_worker_dies(network, small, tmp_path):
+    with launch(network, tmp_path, small) as launcher:
+        launcher.wait_for("step 2/")
+        network.nodes[1].kill(WORKER)
+        assert launcher.wait() == 1
+        assert re.search(r"(?m)^node\d ended with exit code 1: stopping all hosts$", launcher.output())
+        nothing_left(network)
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_stop_saves(how, code, network, small, tmp_path):
+    with launch(network, tmp_path, small) as launcher:
+        launcher.wait_for("step 2/")
+        network.login.kill(str(LAUNCHER), how)
+        assert launcher.wait() == code
+        assert "stopped by a signal in epoch 1" in launcher.output()
+        nothing_left(network)
+
+
+def test_the_launcher_is_killed_and_a_cable_pulled(network, small, undisturbed, tmp_path):
+    """Whatever ends a run, no process is left, and the same command goes on to the same weights."""
+    with launch(network, tmp_path, small) as launcher:
+        launcher.wait_for("step 2/")
+        network.login.kill(str(LAUNCHER))
+        nothing_left(network)
+    with launch(network, tmp_path, small) as launcher:
+        launcher.wait_for(r"going on from (?s:.*) step \d")
+        network.nodes[1].cable("down")
+        assert launcher.wait() != 0
+        nothing_left(network)
+        network.nodes[1].cable("up")
+        print(launcher.output())
+    with launch(network, tmp_path, small) as launcher:
+        assert launcher.wait() == 0, launcher.output()
+        assert weights(launcher.output()) == undisturbed

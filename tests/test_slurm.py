@@ -1,0 +1,213 @@
+"""slurm_submit_ddp.sh under a real Slurm, on nodes with addresses, names and processes of their own."""
+
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import HOSTS, SLURM, Slurm, require, wait_until
+from conftest import ROOT, SCRIPTS
+
+SUBMIT = ROOT / "slurm_submit_ddp.sh"
+SMALL = ("--batch-size", 50, "--log-interval", 1)
+TWO_PROCESSES = ("--gpus-per-node=1", "--cpus-per-task=1")  # one on each of two nodes
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    require(*HOSTS, *SLURM)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with pytest.MonkeyPatch.context() as patch, Slurm(3, tmp_path_factory.mktemp("slurm")) as slurm:
+        patch.setenv("PATH", path)
+        yield slurm
+
+
+@pytest.fixture
+def train(slurm, small_mnist, tmp_path):
+    """A function that submits a training from a folder of its own."""
+
+    def submit(*flags, arguments=(), **env):
+        return slurm.submit(*flags, SUBMIT, "--data-dir", small_mnist, *SMALL, *arguments, cwd=tmp_path, **env)
+
+    return submit
+
+
+def weights(log):
+    """Return the hash in the log of a training that has ended."""
+    (found,) = re.findall(r"weights sha256 (\w+), the same on every rank", log)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, small_mnist, tmp_path_factory):
+    """The hash of two epochs on two nodes, one process each."""
+    arguments = ("--data-dir", small_mnist, *SMALL, "--epochs", 2)
+    job = slurm.submit(*TWO_PROCESSES, SUBMIT, *arguments, cwd=tmp_path_factory.mktemp("undisturbed"))
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    return weights(log)
+
+
+def nothing_left(slurm):
+    return not any(node.processes() for node in slurm.nodes)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_defaults(script, slurm, train, tmp_path):
+    """Two nodes with two processes, as the file asks for; from another directory; an argument with spaces."""
+    metrics = tmp_path / "a 'metrics' file*"
+    job = train(arguments=("--epochs", 1, "--metrics", metrics), SCRIPT=script)
+    state, code, log = slurm.finish(job)
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    assert metrics.exists()
+    assert f"nodes node[0-1], master {slurm.nodes[0].address}:" in log
+    assert "processes a node 2, CPUs a process 1\n" in log
+    (command,) = re.findall("(?m)^command (.*)$", log)
+    assert shlex.split(command)[-1] == str(metrics)
+    assert re.search("rank 0, 1 on node0, .*\nrank 2, 3 on node1, ", log)
+    assert f"{script}" in command
+    assert Path(slurm.job(job, "StdOut")).parent == tmp_path
+
+
+def test_the_head_node_is_127_0_1_1_to_itself(slurm):
+    """On what all tests here depend: the address that a head node gives of itself is of no use to the others."""
+    assert slurm.nodes[0].must("getent", "ahosts", "node0").startswith("127.0.1.1 ")
+
+
+def test_the_twins_end_on_one_hash(slurm, train, undisturbed):
+    """With --gres, which has to win over the file's --gpus-per-node."""
+    job = train("--gres=gpu:1", "--cpus-per-task=1", arguments=("--epochs", 2), SCRIPT=SCRIPTS[1])
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    assert "processes a node 1, CPUs a process 1\n" in log
+    assert weights(log) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "processes"),
+    [
+        (("--gpus-per-node=0",), {}, (1, 1)),
+        (("--gpus-per-node=0", "--gpus=3"), {}, (2, 1)),
+        (("--gpus=4", "--cpus-per-task=1", "--export=NONE"), {"VENV": sys.prefix}, (2, 2)),
+        (("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=3"), {"NPROC_PER_NODE": 3}, (3,)),
+        (("--nodes=3", "--gpus-per-node=1"), {}, (1, 1, 1)),
+    ],
+)
+def test_layouts(flags, env, processes, slurm, train):
+    if "--export=NONE" in flags:
+        flags = (*flags[:-1], "--export=" + ",".join(f"{name}={value}" for name, value in env.items()))
+    state, code, log = slurm.finish(train(*flags, arguments=("--epochs", 0), **env))
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    found = [len(ranks.split(",")) for ranks in re.findall(r"(?m)^rank ([\d, ]+) on node\d", log)]
+    assert found == list(processes)
+
+
+def test_an_array_shares_its_nodes_but_no_port(slurm, train):
+    array = train("--array=0-1", *TWO_PROCESSES, arguments=("--epochs", 0))
+    tasks = [f"{array}_{i}" for i in range(2)]
+    wait_until(lambda: [slurm.job(task) for task in tasks] == ["RUNNING"] * 2)
+    assert len({slurm.job(task, "NodeList") for task in tasks}) == 1
+    logs = [slurm.finish(task) for task in tasks]
+    assert [code for _, code, _ in logs] == ["0:0"] * 2, logs
+    assert len({re.search(r"master [\d.]+:(\d+)", log).group(1) for _, _, log in logs}) == 2
+
+
+def test_a_failing_training_fails_the_job(slurm, train):
+    state, code, log = slurm.finish(train(arguments=("--no-such-flag",)))
+    assert (state, code) == ("FAILED", "1:0"), log
+    assert "train_ddp.py: error: unrecognized arguments: --no-such-flag" in log
+    wait_until(lambda: nothing_left(slurm))
+
+
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        ({"SCRIPT": "none.py"}, f"there is no script {ROOT}/none.py"),
+        ({"VENV": "none"}, "VENV=none cannot be activated"),
+        ({"CONDA_ENV": "none"}, "CONDA_ENV=none cannot be activated"),
+        ({"MODULES": "none"}, "MODULES=none could not be loaded"),
+    ],
+)
+def test_a_mistake_is_one_line(env, problem, slurm, train):
+    state, _, log = slurm.finish(train(**env))
+    assert state == "FAILED"
+    assert f"error: {problem}" in log
+
+
+def train_until(train, slurm, pattern="step 2/", **options):
+    """Submit two epochs on two nodes with a checkpoint; return the job once `pattern` is in its log."""
+    job = train(*TWO_PROCESSES, arguments=("--epochs", 2, "--checkpoint", "ck.pt", "--save-every", 1), **options)
+    wait_until(lambda: slurm.job(job) == "RUNNING" and pattern in slurm.log(job))
+    return job
+
+
+def signal_workers(slurm, what):
+    for node in slurm.nodes:
+        for pid, line in node.processes().items():
+            if "train_ddp.py" in line and "torchrun" not in line and "bash" not in line:
+                os.kill(pid, what)
+
+
+def test_time_limit(slurm, train, undisturbed):
+    """Slurm looks at limits every 30 s: until it has, the training stands still."""
+    job = train_until(train, slurm)
+    signal_workers(slurm, signal.SIGSTOP)
+    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")
+    wait_until(lambda: "time is nearly up" in slurm.log(job))
+    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+    signal_workers(slurm, signal.SIGCONT)
+    state, code, log = slurm.finish(job)
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    assert slurm.job(job, "Restarts") == "1"
+    assert "out of time: requeued" in log and "restarts 1" in log
+    assert "stopped by a signal in epoch 1" in log
+    assert weights(log) == undisturbed
+
+
+def test_no_more_requeues(slurm, train):
+    job = train_until(train, slurm, MAX_REQUEUES=0)
+    slurm.command("scancel", "--signal=USR1", "--batch", job)  # what Slurm does near the limit
+    state, code, log = slurm.finish(job)
+    assert (state, code) == ("FAILED", "1:0"), log
+    assert "out of time, and requeued 0 times before" in log
+
+
+def test_without_a_checkpoint_the_time_is_used(slurm, train):
+    job = train(*TWO_PROCESSES, arguments=("--epochs", 1))
+    wait_until(lambda: slurm.job(job) == "RUNNING" and "step 1/" in slurm.log(job))
+    slurm.command("scancel", "--signal=USR1", "--batch", job)
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+
+
+def test_preemption(slurm, train, undisturbed):
+    job = train_until(train, slurm)
+    urgent = train("--partition=urgent", "--nodes=3", arguments=("--epochs", 0))
+    assert slurm.finish(urgent)[0] == "COMPLETED"
+    assert slurm.job(job, "Restarts") == "1"
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    assert "stopped by a signal" in log
+    assert weights(log) == undisturbed
+
+
+def test_scancel(slurm, train, tmp_path):
+    job = train_until(train, slurm)
+    slurm.command("scancel", job)
+    state, _, log = slurm.finish(job)
+    assert state == "CANCELLED", log
+    wait_until(lambda: nothing_left(slurm))
+    assert slurm.job(job, "Restarts") == "0"
+
+
+def test_a_node_dies(slurm, train, undisturbed):
+    """The last test: the cluster is not the same afterwards."""
+    job = train_until(train, slurm)
+    slurm.nodes[1].power_off()
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    assert "nodes node[0,2]" in log
+    assert weights(log) == undisturbed
