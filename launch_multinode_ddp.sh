@@ -42,7 +42,7 @@ port_in_use() {
 
 # Read the flags into variables of their names.
 self=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/${BASH_SOURCE[0]##*/}
-given=("$@") variables=() dry_run=''
+given=$# variables=() dry_run=''
 nnodes='' node_rank='' nproc_per_node=1 script=train_ddp.py master_addr='' master_port=29500 hosts=''
 max_restarts=0 join_timeout=300 interface='' env='' python='' venv='' heartbeat=''
 while (($#)); do
@@ -52,14 +52,15 @@ while (($#)); do
     --dry-run) dry_run=yes && shift && continue ;;
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     esac
-    name=${1#--} && name=${name//-/_} # torchrun takes both forms, too
+    name=${1//_/-} # torchrun takes both forms, too
     case $name in
-    nnodes | node_rank | nproc_per_node | script | master_addr | master_port | hosts) ;;
-    max_restarts | join_timeout | interface | env | python | venv | heartbeat) ;;
+    --nnodes | --node-rank | --nproc-per-node | --script | --master-addr | --master-port | --hosts) ;;
+    --max-restarts | --join-timeout | --interface | --env | --python | --venv) ;;
+    --heartbeat) ;; # over ssh, we call ourselves with it
     *) fail "unknown argument $1 (see --help; those of the script follow --)" ;;
     esac
     (($# > 1)) || fail "$1 needs a value"
-    printf -v "$name" %s "$2"
+    name=${name#--} && printf -v "${name//-/_}" %s "$2"
     if [[ $env ]]; then
         [[ $env == *=* || -v $env ]] || fail "--env $env: there is no such variable here; give --env $env=VALUE"
         [[ $env == *=* ]] || env=$env=${!env}
@@ -70,20 +71,21 @@ done
 arguments=("$@")
 IFS=, read -ra hosts <<<"$hosts"
 ((${#hosts[@]} == 0)) || nnodes=${nnodes:-${#hosts[@]}}
-((${#given[@]})) || nnodes=2 # the example
+((given)) || nnodes=2 # the example
 nnodes=${nnodes:-1}
 
-require() { # flag $1 to match the pattern $2, described by $3
+number() { # flag $1, from $2 to $3
     local name=${1//-/_}
-    [[ ${!name} =~ ^($2)$ ]] || fail "--$1 ${!name}: give $3"
+    if [[ ! ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || ((${!name} < $2 || ${!name} > $3)); then
+        fail "--$1 ${!name}: give a number from $2 to $3"
+    fi
 }
-require nnodes '[1-9][0-9]{0,4}' 'a number of nodes'
-require nproc-per-node '[1-9][0-9]{0,4}|gpu|cpu|auto' 'a number of processes, gpu, cpu or auto'
-require master-port '[1-9][0-9]{0,4}' 'a port'
-require max-restarts '[0-9]{1,4}' 'a number'
-require join-timeout '[1-9][0-9]{0,5}' 'a number of seconds'
-require node-rank '|[0-9]{1,5}' "a number from 0 to $((nnodes - 1))"
-((${node_rank:-0} < nnodes)) || fail "--node-rank $node_rank: give a number from 0 to $((nnodes - 1))"
+number nnodes 1 9999
+[[ ! $node_rank ]] || number node-rank 0 $((nnodes - 1))
+[[ $nproc_per_node =~ ^(gpu|cpu|auto)$ ]] || number nproc-per-node 1 9999
+number master-port 1 65535
+number max-restarts 0 9999
+number join-timeout 1 99999
 if ((${#hosts[@]})); then
     [[ ! $node_rank ]] || fail '--hosts starts every node: leave out --node-rank'
     ((${#hosts[@]} == nnodes)) || fail "--hosts names ${#hosts[@]} hosts, but --nnodes is $nnodes"
@@ -92,7 +94,7 @@ if ((${#hosts[@]})); then
     done
     [[ ! $(printf '%s\n' "${hosts[@]}" | sort | uniq -d) ]] || fail '--hosts names a host twice'
 fi
-[[ -e $script ]] || script=${self%/*}/$script
+[[ $script == /* || -e $script ]] || script=${self%/*}/$script
 [[ ! $venv ]] || python=$venv/bin/python
 ((${#hosts[@]} == 0)) || python=${python:-$(command -v python || command -v python3)}
 torchrun=(torchrun)
@@ -126,7 +128,8 @@ find_address() {
     command -v ip >/dev/null || return 0
     address=$(ip -o route get "$master" | sed -n 's/.* src \([^ ]*\).*/\1/p') || fail "there is no route to $master_addr"
     if [[ $address == 127.* && $master_addr != 127.* && $master_addr != localhost ]]; then
-        address=$(ip -o -4 address show ${interface:+dev "$interface"} scope global | awk '{print $4}')
+        local device=${interface:-${GLOO_SOCKET_IFNAME:-}}
+        address=$(ip -o -4 address show ${device:+dev "$device"} scope global | awk '{print $4}')
         [[ $address == */* && $address != *$'\n'* ]] || fail "$master_addr is $master here: give --interface"
         address=${address%/*}
     fi
@@ -141,8 +144,8 @@ print_plan() {
         printf '\n# node %d\n' "$node_rank"
         (compose && show "${command[@]}")
     done
-    printf '\n# Or on each node, to have its network interface found and the port checked, or all from here, over ssh:\n'
-    show "$0" "${given[@]}"
+    printf '\n# With --node-rank N, this script runs the command of node N, on the network interface that leads to the\n'
+    printf '# others; with --hosts in the place of --nnodes and --master-addr, it runs all of them, over ssh.\n'
 }
 
 # Over ssh: run the command until the heartbeat on stdin stops, then end what is left of it. The workers are sessions of
@@ -193,13 +196,13 @@ examine_hosts() {
     local answer answers=() client failed='' fd gpus=() i needed=0 port=$master_port server torch='' version words
     for i in "${!hosts[@]}"; do
         words=$(show bash -s -- "$PWD" "$script" "$self" "$port" "$python" "${variables[@]}")
-        exec {fd}< <("${ssh[@]}" "${hosts[i]}" "$words" <<<"$(declare -f port_in_use examine); examine \"\$@\"" 2>&1)
+        exec {fd}< <(timeout 60 "${ssh[@]}" "${hosts[i]}" "$words" <<<"$(declare -f port_in_use examine); examine \"\$@\"" 2>&1)
         answers+=("$fd") port='' # it only has to be free on the first
     done
     for i in "${!hosts[@]}"; do
         answer=$(tail -n 1 <&"${answers[i]}")
         if [[ $answer != 'ok '* ]]; then
-            [[ $answer == error:* ]] || answer="error: cannot log in without a password: $answer"
+            [[ $answer == error:* ]] || answer="error: cannot log in without a password: ${answer:-no answer in 60 s}"
             failed=yes && echo "${hosts[i]}: $answer" >&2 && continue
         fi
         read -r _ version 'gpus[i]' client _ server _ <<<"$answer"

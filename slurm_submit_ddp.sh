@@ -8,8 +8,8 @@
 # With --checkpoint, the job saves before its time is up, is requeued, and goes on.
 #
 # What belongs to your site (--partition, --account, --time) are flags of sbatch, which win over the lines below.
-# --cpus-per-task=N: the CPUs of all processes of a node together. --gpus-per-node=0: train on CPUs.
-# --gpus=N: give --gpus-per-node=0 too, or Slurm compares it with the line below.
+# --gpus-per-node=0 trains on CPUs. --gpus=N needs --gpus-per-node=0 as well, --cpus-per-gpu does not go together with
+# the line below: Slurm refuses what contradicts a line here and does not replace it.
 #
 # Variables, all optional (VENV=.venv sbatch slurm_submit_ddp.sh):
 #   SCRIPT          what to train with, in this directory or beside this file (default train_ddp.py)
@@ -22,13 +22,12 @@
 
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=1      # torchrun, which starts the processes
 #SBATCH --gpus-per-node=2
-#SBATCH --cpus-per-task=2
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@120
-# (The last three: Slurm may start the job again, then in the same log, and tells this script 120 s before the limit.)
+#SBATCH --cpus-per-task=2        # of all processes of a node together
+#SBATCH --requeue                # after the time limit, a preemption or the loss of a node
+#SBATCH --open-mode=append       # then the log goes on, too
+#SBATCH --signal=B:USR1@120      # to this script, at least 120 s before the time limit
 
 set -uo pipefail # not -e: the exit code of the training is looked at
 
@@ -76,10 +75,12 @@ run_node() { # on each node, as one task
     [[ ${OMP_NUM_THREADS:-} ]] || export OMP_NUM_THREADS=$cpus OMP_THREAD_LIMIT=$cpus
     local launch=(bash "$launcher" --script "${SCRIPT:-train_ddp.py}" --nproc-per-node "$nproc")
     launch+=(--nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID")
-    # The address of the first node's network, not what its own name resolves to there, often 127.0.1.1.
-    launch+=(--master-addr "$SLURM_LAUNCH_NODE_IPADDR" --master-port "$port")
+    # The address of the first node. Some Slurms give that node itself a loopback one; it knows its name.
+    local master=$SLURM_LAUNCH_NODE_IPADDR
+    [[ $master != 127.* ]] || master=$SLURMD_NODENAME
+    launch+=(--master-addr "$master" --master-port "$port")
     if ((SLURM_NODEID == 0)); then
-        echo "nodes $SLURM_JOB_NODELIST, master $SLURM_LAUNCH_NODE_IPADDR:$port, restarts $restarts"
+        echo "nodes $SLURM_JOB_NODELIST, master $master:$port, restarts $restarts"
         echo "processes a node $nproc, CPUs a process $cpus"
         echo "command $("${launch[@]}" --dry-run -- "$@" 2>/dev/null)"
     fi

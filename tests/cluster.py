@@ -23,7 +23,7 @@ def require(*programs):
     """Skip the test where hosts of our own cannot be made."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make hosts")
-    if absent := [program for program in programs if not shutil.which(program)]:
+    if absent := [program for program in programs if not (shutil.which(program) or Path(program).is_file())]:
         pytest.skip(f"needs {', '.join(absent)}")
 
 
@@ -185,12 +185,12 @@ class Slurm(Network):
         PartitionName=urgent PriorityTier=100 PreemptMode=OFF
     """
 
-    def __init__(self, nodes, folder):
+    def __init__(self, nodes, folder, addresses=True):
         super().__init__(nodes, folder)
         self.env = {"SLURM_CONF": folder / "slurm.conf"}
         conf = textwrap.dedent(self.CONF).format(folder=folder, login=self.addresses["login"])
         for name, address in list(self.addresses.items())[1:]:
-            conf += f"NodeName={name} NodeAddr={address}\n"
+            conf += f"NodeName={name} NodeAddr={address if addresses else name}\n"
             (folder / "spool" / name).mkdir(parents=True)
         (folder / "slurm.conf").write_text(conf)
         for name in ("state", "munge", "gpu"):

@@ -173,6 +173,14 @@ def free_port():
 
 
 @pytest.fixture(scope="session")
+def torchrun_on_path():
+    """What an activated virtual environment does to PATH."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.pathsep.join([str(Path(TORCHRUN).parent), os.environ["PATH"]]))
+        yield
+
+
+@pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory):
     """A folder for --data-dir: 600 training images and 101 for testing, which no world size here divides."""
     return write_mnist(tmp_path_factory.mktemp("mnist"))

@@ -17,11 +17,9 @@ TWO_PROCESSES = ("--gpus-per-node=1", "--cpus-per-task=1")  # one on each of two
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def slurm(tmp_path_factory, torchrun_on_path):
     require(*HOSTS, *SLURM)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with pytest.MonkeyPatch.context() as patch, Slurm(3, tmp_path_factory.mktemp("slurm")) as slurm:
-        patch.setenv("PATH", path)
+    with Slurm(3, tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
 
@@ -72,11 +70,6 @@ def test_defaults(script, slurm, train, tmp_path):
     assert Path(slurm.job(job, "StdOut")).parent == tmp_path
 
 
-def test_the_head_node_is_127_0_1_1_to_itself(slurm):
-    """On what all tests here depend: the address that a head node gives of itself is of no use to the others."""
-    assert slurm.nodes[0].must("getent", "ahosts", "node0").startswith("127.0.1.1 ")
-
-
 def test_the_twins_end_on_one_hash(slurm, train, undisturbed):
     """With --gres, which has to win over the file's --gpus-per-node."""
     job = train("--gres=gpu:1", "--cpus-per-task=1", arguments=("--epochs", 2), SCRIPT=SCRIPTS[1])
@@ -91,18 +84,41 @@ def test_the_twins_end_on_one_hash(slurm, train, undisturbed):
     [
         (("--gpus-per-node=0",), {}, (1, 1)),
         (("--gpus-per-node=0", "--gpus=3"), {}, (2, 1)),
-        (("--gpus=4", "--cpus-per-task=1", "--export=NONE"), {"VENV": sys.prefix}, (2, 2)),
+        (("--gpus=4", "--cpus-per-task=1"), {}, (2, 2)),
         (("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=3"), {"NPROC_PER_NODE": 3}, (3,)),
         (("--nodes=3", "--gpus-per-node=1"), {}, (1, 1, 1)),
     ],
 )
 def test_layouts(flags, env, processes, slurm, train):
-    if "--export=NONE" in flags:
-        flags = (*flags[:-1], "--export=" + ",".join(f"{name}={value}" for name, value in env.items()))
     state, code, log = slurm.finish(train(*flags, arguments=("--epochs", 0), **env))
     assert (state, code) == ("COMPLETED", "0:0"), log
     found = [len(ranks.split(",")) for ranks in re.findall(r"(?m)^rank ([\d, ]+) on node\d", log)]
     assert found == list(processes)
+
+
+@pytest.mark.parametrize("name", ["VENV", "MODULES"])
+def test_the_environment_of_the_job(name, slurm, train, tmp_path):
+    """--export keeps that of the shell out, torchrun on its path included."""
+    (tmp_path / "torch").write_text(f"#%Module\nprepend-path PATH {Path(sys.executable).parent}\n")
+    variables = {"VENV": f"VENV={sys.prefix}", "MODULES": f"MODULES=torch,MODULEPATH={tmp_path}"}
+    if name == "MODULES":
+        require("/usr/share/modules/init/bash")
+    job = train("--nodes=1", "--gpus-per-node=0", f"--export={variables[name]}", arguments=("--epochs", 0))
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+
+
+def test_a_head_node_that_is_127_0_1_1_to_itself(small_mnist, tmp_path, torchrun_on_path):
+    """Where slurm.conf has no NodeAddr, Slurm goes by that name, too, and tells the head node a loopback address."""
+    require(*HOSTS, *SLURM)
+    with Slurm(2, tmp_path, addresses=False) as slurm:
+        address = "srun --nodes=2 bash -c 'echo $SLURM_NODEID $SLURM_LAUNCH_NODE_IPADDR'"
+        wrapped = slurm.submit("--nodes=2", "--wrap", address, cwd=tmp_path)
+        assert "0 127." in slurm.finish(wrapped)[2]
+        job = slurm.submit(SUBMIT, "--data-dir", small_mnist, *SMALL, "--epochs", 0, cwd=tmp_path)
+        state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    assert "GLOO_SOCKET_IFNAME=eth0" in log
 
 
 def test_an_array_shares_its_nodes_but_no_port(slurm, train):
