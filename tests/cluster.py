@@ -150,7 +150,7 @@ class Network:
 
 
 class Slurm(Network):
-    """A network with a Slurm: slurmctld on `login`; a slurmd on each node, with 4 CPUs and 2 GPUs that are none."""
+    """A network with a Slurm: slurmctld on `login`; a slurmd on each node, with 4 CPUs and GPUs that are none."""
 
     # Intervals and time-outs are short, so that tests are.
     CONF = """
@@ -179,16 +179,16 @@ class Slurm(Network):
         SlurmdTimeout=10
         PreemptType=preempt/partition_prio
         PreemptMode=REQUEUE
-        NodeName=DEFAULT CPUs=4 RealMemory=4000 Gres=gpu:2
+        NodeName=DEFAULT CPUs=4 RealMemory=4000 Gres=gpu:{gpus}
         PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP
         PartitionName=debug Default=YES PriorityTier=10
         PartitionName=urgent PriorityTier=100 PreemptMode=OFF
     """
 
-    def __init__(self, nodes, folder, addresses=True):
+    def __init__(self, nodes, folder, addresses=True, gpus=2):
         super().__init__(nodes, folder)
         self.env = {"SLURM_CONF": folder / "slurm.conf"}
-        conf = textwrap.dedent(self.CONF).format(folder=folder, login=self.addresses["login"])
+        conf = textwrap.dedent(self.CONF).format(folder=folder, gpus=gpus, login=self.addresses["login"])
         for name, address in list(self.addresses.items())[1:]:
             conf += f"NodeName={name} NodeAddr={address if addresses else name}\n"
             (folder / "spool" / name).mkdir(parents=True)
@@ -197,9 +197,11 @@ class Slurm(Network):
             (folder / name).mkdir()
         (folder / "munge" / "key").write_bytes(os.urandom(128))
         (folder / "munge" / "key").chmod(0o400)
-        for gpu in range(2):  # Slurm wants devices: these are /dev/null
+        for gpu in range(gpus):  # Slurm wants devices: these are /dev/null
             os.mknod(folder / "gpu" / f"nvidia{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        (folder / "gres.conf").write_text(f"NodeName=node[0-{nodes - 1}] Name=gpu File={folder}/gpu/nvidia[0-1]\n")
+        (folder / "gres.conf").write_text(
+            f"NodeName=node[0-{nodes - 1}] Name=gpu File={folder}/gpu/nvidia[0-{gpus - 1}]\n"
+        )
 
     def __enter__(self):
         super().__enter__()
@@ -239,4 +241,6 @@ class Slurm(Network):
         return self.job(job), self.job(job, "ExitCode"), self.log(job)
 
     def log(self, job):
-        return Path(self.job(job, "StdOut")).read_text()
+        """Return what a job has printed so far."""
+        log = Path(self.job(job, "StdOut"))
+        return log.read_text() if log.exists() else ""
