@@ -29,7 +29,8 @@ fail() {
     exit "${2:-2}"
 }
 
-show() { # a command, quoted so that a shell reads it as it is
+# Print a command, quoted so that a shell reads it as it is.
+show() {
     local line
     printf -v line '%q ' "$@"
     line=${line//'\,'/,} # needs no quoting
@@ -37,12 +38,12 @@ show() { # a command, quoted so that a shell reads it as it is
 }
 
 port_in_use() {
-    (: <>"/dev/tcp/127.0.0.1/$1") 2>/dev/null
+    [[ $(ss -Hltn "sport = :$1" 2>/dev/null) ]]
 }
 
 # Read the flags into variables of their names.
-self=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/${BASH_SOURCE[0]##*/}
-given=$# variables=() dry_run=''
+self=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/${BASH_SOURCE[0]##*/}
+given=$# variables=() address='' dry_run=''
 nnodes='' node_rank='' nproc_per_node=1 script=train_ddp.py master_addr='' master_port=29500 hosts=''
 max_restarts=0 join_timeout=300 interface='' env='' python='' venv='' heartbeat=''
 while (($#)); do
@@ -59,9 +60,10 @@ while (($#)); do
     --heartbeat) ;; # over ssh, we call ourselves with it
     *) fail "unknown argument $1 (see --help; those of the script follow --)" ;;
     esac
-    (($# > 1)) || fail "$1 needs a value"
+    [[ ${2:-} ]] || fail "$1 needs a value"
     name=${name#--} && printf -v "${name//-/_}" %s "$2"
     if [[ $env ]]; then
+        [[ $env =~ ^[A-Za-z_][A-Za-z0-9_]*(=|$) ]] || fail "--env $env: give NAME or NAME=VALUE"
         [[ $env == *=* || -v $env ]] || fail "--env $env: there is no such variable here; give --env $env=VALUE"
         [[ $env == *=* ]] || env=$env=${!env}
         variables+=("$env") && env=''
@@ -74,7 +76,8 @@ IFS=, read -ra hosts <<<"$hosts"
 ((given)) || nnodes=2 # the example
 nnodes=${nnodes:-1}
 
-number() { # flag $1, from $2 to $3
+# Flag $1 has to be a number from $2 to $3.
+number() {
     local name=${1//-/_}
     if [[ ! ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || ((${!name} < $2 || ${!name} > $3)); then
         fail "--$1 ${!name}: give a number from $2 to $3"
@@ -96,7 +99,8 @@ if ((${#hosts[@]})); then
 fi
 [[ $script == /* || -e $script ]] || script=${self%/*}/$script
 [[ ! $venv ]] || python=$venv/bin/python
-((${#hosts[@]} == 0)) || python=${python:-$(command -v python || command -v python3)}
+((${#hosts[@]} == 0)) || python=${python:-$(command -v python || command -v python3)} ||
+    fail 'there is no python here: give --python or --venv'
 torchrun=(torchrun)
 [[ ! $python ]] || torchrun=("$python" -m torch.distributed.run)
 
@@ -111,13 +115,14 @@ compose() {
     else
         # The rendezvous above would give restarted processes the addresses of the dead; c10d would too, but for this
         # variable (pytorch#135712). c10d gives out the ranks of the nodes as it likes.
-        variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        variables=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "${variables[@]}")
         command+=("--nnodes=$nnodes" --rdzv-backend=c10d "--rdzv-endpoint=$master_addr:$master_port" --rdzv-id=ddp)
         command+=("--rdzv-conf=is_host=$((node_rank == 0)),join_timeout=$join_timeout" ${address:+"--local-addr=$address"})
     fi
     ((max_restarts == 0)) || command+=("--max-restarts=$max_restarts")
-    [[ ! $interface ]] || variables+=("GLOO_SOCKET_IFNAME=$interface" "NCCL_SOCKET_IFNAME=$interface")
-    command=("${variables[@]}" "${command[@]}" "$script" "${arguments[@]}")
+    [[ ! $interface ]] || variables=("GLOO_SOCKET_IFNAME=$interface" "NCCL_SOCKET_IFNAME=$interface" "${variables[@]}")
+    ((${#variables[@]} == 0)) || command=(env "${variables[@]}" "${command[@]}") # of two values, it takes the last
+    command+=("$script" "${arguments[@]}")
 }
 
 # Set `address` to that by which this node reaches the master and is reached, and tell Gloo its interface: it would take
@@ -134,18 +139,18 @@ find_address() {
         address=${address%/*}
     fi
     [[ $interface || ${GLOO_SOCKET_IFNAME:-} ]] ||
-        variables+=("GLOO_SOCKET_IFNAME=$(ip -o address show to "$address" | awk 'NR == 1 {print $2}')")
+        variables=("GLOO_SOCKET_IFNAME=$(ip -o address show to "$address" | awk 'NR == 1 {print $2}')" "${variables[@]}")
 }
 
 print_plan() {
     echo "Each node needs this directory, the same torch, the data set, and a way to port $master_port of $master_addr."
-    echo "Start these, one on each node, within $join_timeout s:"
+    echo "Start these, one on each node, within $join_timeout s. (Where a node's own name is 127.0.1.1 to itself, as on Debian,"
+    echo "add --interface NAME here, or Gloo takes that address. With --node-rank N, this script finds the interface and"
+    echo "runs the command of node N; with --hosts instead of --nnodes and --master-addr, it runs all of them, over ssh.)"
     for ((node_rank = 0; node_rank < nnodes; node_rank++)); do
         printf '\n# node %d\n' "$node_rank"
         (compose && show "${command[@]}")
     done
-    printf '\n# With --node-rank N, this script runs the command of node N, on the network interface that leads to the\n'
-    printf '# others; with --hosts in the place of --nnodes and --master-addr, it runs all of them, over ssh.\n'
 }
 
 # Over ssh: run the command until the heartbeat on stdin stops, then end what is left of it. The workers are sessions of
@@ -153,7 +158,7 @@ print_plan() {
 run_with_heartbeat() {
     left() { grep -lsz "^DDP_LAUNCH=$heartbeat\$" /proc/[0-9]*/environ | cut -d/ -f3; }
     trap '' HUP PIPE
-    env "DDP_LAUNCH=$heartbeat" "$@" &
+    DDP_LAUNCH=$heartbeat "$@" &
     while kill -0 $! 2>/dev/null && read -rt 15; do :; done
     kill -TERM $! 2>/dev/null || left | xargs -r kill -TERM || :
     for ((second = 0; second < 35; second++)); do # torchrun gives its workers 30
@@ -176,7 +181,7 @@ run_here() {
     compose
     [[ ! $dry_run ]] || { show "${command[@]}" && exit; }
     trap '' USR1 # it is for the workers; torchrun would die of it, and leave them behind
-    [[ $heartbeat ]] || exec env "${command[@]}"
+    [[ $heartbeat ]] || exec "${command[@]}"
     run_with_heartbeat "${command[@]}"
 }
 
@@ -193,7 +198,8 @@ examine() {
 
 # Print a line for each host that is not ready; set `master_addr` to an address of node 0 that the others can reach.
 examine_hosts() {
-    local answer answers=() client failed='' fd gpus=() i needed=0 port=$master_port server torch='' version words
+    local answer answers=() client failed='' fd gpus=() i needed=0 port=$master_port server='' torch='' version words
+    ((nnodes > 1)) || port='' # torchrun takes a free one
     for i in "${!hosts[@]}"; do
         words=$(show bash -s -- "$PWD" "$script" "$self" "$port" "$python" "${variables[@]}")
         exec {fd}< <(timeout 60 "${ssh[@]}" "${hosts[i]}" "$words" <<<"$(declare -f port_in_use examine); examine \"\$@\"" 2>&1)
@@ -202,16 +208,17 @@ examine_hosts() {
     for i in "${!hosts[@]}"; do
         answer=$(tail -n 1 <&"${answers[i]}")
         if [[ $answer != 'ok '* ]]; then
-            [[ $answer == error:* ]] || answer="error: cannot log in without a password: ${answer:-no answer in 60 s}"
+            [[ $answer == error:* ]] || answer="error: cannot log in: ${answer:-no answer in 60 s}"
             failed=yes && echo "${hosts[i]}: $answer" >&2 && continue
         fi
-        read -r _ version 'gpus[i]' client _ server _ <<<"$answer"
+        read -r _ version 'gpus[i]' client _ words _ <<<"$answer" # ssh's addresses: of the launcher, and of the host
         torch=${torch:-$version}
         [[ $version == "$torch" ]] || { failed=yes && echo "${hosts[i]}: error: torch $version, not $torch" >&2; }
         [[ ! $nproc_per_node =~ ^[0-9]+$ ]] || ((gpus[i] == 0)) || needed=$nproc_per_node # else all train on CPUs
-        [[ $i != 0 || $master_addr ]] || master_addr=$server
-        [[ $i != 1 || $master_addr != 127.* && $master_addr != ::1 ]] || master_addr=$client # node 0 is this machine
+        ((i != 0)) || server=$words
+        ((i != 1)) || [[ $server != 127.* && $server != ::1 ]] || server=$client # node 0 is this machine
     done
+    master_addr=${master_addr:-$server}
     [[ $nproc_per_node != gpu ]] || needed=1
     for i in "${!gpus[@]}"; do
         ((gpus[i] >= needed)) || { failed=yes && echo "${hosts[i]}: error: ${gpus[i]} GPUs, but $needed needed" >&2; }
@@ -219,12 +226,15 @@ examine_hosts() {
     [[ ! $failed ]] || exit 1
 }
 
-on_host() { # run a command on host $1, with the host's name in front of each line
+# Run a command on host $1, with the host's name in front of each line.
+on_host() {
+    trap '' INT TERM HUP # Ctrl-C reaches ssh, too, but the hosts still have to save, and to say so
     for fd in "${heartbeats[@]}"; do exec {fd}>&-; done
     { "${ssh[@]}" "$1" "$2" 2>&1 >&3 3>&- | sed -u "s/^/$1: /" >&2 3>&-; } 3>&1 | sed -u "s/^/$1: /"
 }
 
-stop() { # all hosts, because of $2; the first time, $1 becomes the exit code
+# Stop all hosts, because of $2; the first time, $1 becomes the exit code.
+stop() {
     [[ ! $code ]] || return 0
     code=$1
     echo "$2: stopping all hosts" >&2
@@ -240,7 +250,7 @@ run_over_ssh() {
     [[ $dry_run ]] || examine_hosts
     trap 'stop 130 Ctrl-C' INT && trap 'stop 143 SIGTERM' TERM && trap 'stop 129 SIGHUP' HUP
     for i in "${!hosts[@]}"; do
-        words=(bash "$self" --heartbeat "$HOSTNAME.$$.$(date +%s)" --nnodes "$nnodes" --node-rank "$i" --script "$script")
+        words=(bash "$self" --heartbeat "$HOSTNAME.$$.$(date +%s).$i" --nnodes "$nnodes" --node-rank "$i" --script "$script")
         words+=(--nproc-per-node "$nproc_per_node" --master-addr "${master_addr:-${hosts[0]#*@}}" --python "$python")
         words+=(--master-port "$master_port" --max-restarts "$max_restarts" --join-timeout "$join_timeout")
         words+=(${interface:+--interface "$interface"} "${variables[@]/#/--env=}" -- "${arguments[@]}")
@@ -254,7 +264,9 @@ run_over_ssh() {
         exec {beat}<&-
     done
     while ((${#pids[@]})); do
-        for beat in "${heartbeats[@]}"; do echo >&"$beat"; done
+        for beat in "${heartbeats[@]}"; do
+            { echo >&"$beat"; } 2>/dev/null || : # closed by `stop`, just now
+        done
         for i in "${!pids[@]}"; do
             kill -0 "${pids[i]}" 2>/dev/null && continue
             status=0 && wait "${pids[i]}" || status=$?

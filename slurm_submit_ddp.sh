@@ -36,10 +36,22 @@ fail() {
     exit 1
 }
 
-# What to run, in which environment. $0 is a copy in Slurm's spool directory; the job knows the original.
 [[ ${SLURM_JOB_ID:-} ]] || fail 'start it with sbatch'
-submitted=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p;q')
-here=$(dirname "${submitted%" $*"}")
+for number in NPROC_PER_NODE MAX_REQUEUES; do
+    [[ ${!number:-0} =~ ^[0-9]{1,4}$ ]] || fail "$number=${!number}: give a number"
+done
+stopped_early=''
+trap 'stopped_early=yes' USR1 # time is nearly up, and we have not even started
+
+# The number of the job. For one of an array's tasks, SLURM_JOB_ID alone may mean the whole array.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+
+# What to run, in which environment. $0 is a copy in Slurm's spool directory; the job knows the original, and $*.
+submitted=$(scontrol show job "$job")
+submitted=${submitted#*$'\n   Command='}
+submitted=${submitted%%$'\n   WorkDir='*}
+here=$(cd "$SLURM_SUBMIT_DIR" && dirname "$(readlink -f "${submitted%" $*"}")")
 set +u # the scripts of others
 if [[ $MODULES ]]; then
     # shellcheck source=/dev/null
@@ -66,6 +78,7 @@ unset SLURM_GPUS_PER_NODE                           # our line above, which srun
 # Below the range from which systems give out ports, and another one for each job that may be on the node.
 restarts=${SLURM_RESTART_COUNT:-0}
 port=$((10000 + (SLURM_JOB_ID * 10 + restarts % 10) % 20000))
+while [[ $(ss -Hltn "sport = :$port" 2>/dev/null) ]]; do ((port++)); done # this is the first node
 
 run_node() { # on each node, as one task
     local nproc=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
@@ -91,18 +104,19 @@ export launcher port restarts
 
 # In the background, for a shell that waits for a program in the foreground does not hear signals.
 # shellcheck disable=SC2016 # the inner shell expands it
-srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'run_node "$@"' _ "$@" &
+srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    bash -c 'trap "" USR1 && run_node "$@"' _ "$@" &
 srun=$!
 
-out_of_time='' # or about to be
 save_and_stop() {
-    out_of_time=yes
+    stopped_early=yes
     echo 'time is nearly up: saving' >&2
     # Again and again: a process hears it once it has got as far as to set up its handler.
-    while kill -0 "$srun" && scancel --signal=USR1 "$SLURM_JOB_ID"; do sleep 10; done 2>/dev/null &
+    while kill -0 "$srun" && scancel --signal=USR1 "$job"; do sleep 10; done 2>/dev/null &
 }
 if [[ " $* " == *' --checkpoint'[\ =]* ]]; then
     trap save_and_stop USR1
+    [[ ! $stopped_early ]] || save_and_stop
 else
     trap '' USR1 # it could not go on later, so let it use the time that is left
 fi
@@ -112,11 +126,13 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 wait "$srun"
 code=$?
-((code != 143)) || code=1 # the torchrun that srun has ended, with TERM, because another one had failed
+((code != 143)) || code=1 # of the torchrun that srun has ended, with TERM, because another one had failed
 
-[[ $out_of_time && $code == 0 ]] || exit "$code"
-((restarts < ${MAX_REQUEUES:-10})) || fail "out of time, and requeued $restarts times before: submit it again to go on"
-echo "out of time: requeued"
+# A preemption with a grace time tells only the processes, and leaves it to the job to end in time.
+[[ $(scontrol show job "$job") != *PreemptTime=[0-9]* ]] || stopped_early=yes code=0
+[[ $stopped_early && $code == 0 ]] || exit "$code"
+((restarts < ${MAX_REQUEUES:-10})) || fail "stopped early, and requeued $restarts times before: submit it again to go on"
+echo "stopped early: requeued"
 trap - TERM
-scontrol requeue "$SLURM_JOB_ID" || fail 'out of time, and not requeued: submit it again to go on'
+scontrol requeue "$job" || fail 'stopped early, and not requeued: submit it again to go on'
 sleep infinity # until Slurm ends this script; if it ended first, the job would be over

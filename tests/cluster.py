@@ -182,6 +182,7 @@ class Slurm(Network):
         NodeName=DEFAULT CPUs=4 RealMemory=4000 Gres=gpu:{gpus}
         PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP
         PartitionName=debug Default=YES PriorityTier=10
+        PartitionName=graceful PriorityTier=10 GraceTime=30
         PartitionName=urgent PriorityTier=100 PreemptMode=OFF
     """
 

@@ -1,6 +1,7 @@
 """launch_multinode_ddp.sh on one machine, and on hosts with addresses, names and processes of their own."""
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -60,7 +61,7 @@ def printed(*arguments):
     return re.findall(r"# node \d+\n(.*)", result.stdout)
 
 
-@pytest.mark.parametrize("script", ["launch_multinode_ddp.sh", "slurm_submit_ddp.sh"])
+@pytest.mark.parametrize("script", ["launch_multinode_ddp.sh", "slurm_submit_ddp.sh", ".ci/run"])
 @pytest.mark.parametrize("check", [["shellcheck"], ["shfmt", "--diff", "--indent", "4"]])
 def test_shell(check, script):
     require(check[0])
@@ -104,9 +105,9 @@ def test_dry_run(network):
 
     assert shlex.split(dry())[-1] == "a b"
     one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--env", "A=x y")
-    assert shlex.split(one)[:3] == ["A=x y", "GLOO_SOCKET_IFNAME=eth0", "torchrun"]
+    assert shlex.split(one)[:4] == ["env", "GLOO_SOCKET_IFNAME=eth0", "A=x y", "torchrun"]
     one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--interface=eth0")
-    assert shlex.split(one)[:2] == ["GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0"]
+    assert shlex.split(one)[1:3] == ["GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0"]
     both = dry("--hosts=node0,node1").splitlines()
     assert [shlex.split(line)[-2] for line in both] == ["node0", "node1"]
     nothing_left(network)
@@ -130,6 +131,8 @@ def test_dry_run(network):
         (("--hosts=node0,node1", "--nnodes=3"), "--hosts names 2 hosts, but --nnodes is 3"),
         (("--hosts=node0", "--node-rank=0"), "--hosts starts every node: leave out --node-rank"),
         (("--hosts=-oProxyCommand=x",), "--hosts: '-oProxyCommand=x' is not the name of a host"),
+        (("--hosts=",), "--hosts needs a value"),
+        (("--env==x",), "--env =x: give NAME or NAME=VALUE"),
         (("--env=NO_SUCH_VARIABLE",), "--env NO_SUCH_VARIABLE: there is no such variable here"),
         (("--script=none.py",), f"there is no script {ROOT}/none.py"),
         (("--venv=none",), "there is no none/bin/python"),
@@ -158,23 +161,33 @@ def test_a_node_that_never_comes(free_port):
     assert "1/2 clients joined" in result.stderr
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_by_hand(restarts, network, small, tmp_path):
-    """On three hosts, each of which takes its own name for 127.0.1.1; with c10d, a process is killed on one."""
-    checkpoint = ("--checkpoint", "ck.pt", "--save-every", 1) if restarts else ()
-    flags = ("--nnodes=3", "--master-addr=node0", "--max-restarts", restarts, "--env=OMP_NUM_THREADS=1")
+def test_printed_commands_on_hosts(network, small, tmp_path):
+    """On three, each of which takes its own name for 127.0.1.1."""
+    flags = ("--nnodes=3", "--master-addr=node0", "--interface=eth0", "--env=OMP_NUM_THREADS=1")
+    commands = printed(*flags, "--", *small)
+    with contextlib.ExitStack() as stack:
+        shells = []
+        for node, command in zip(network.nodes, commands, strict=True):
+            shells.append(stack.enter_context(node.background("bash", "-c", command, log=tmp_path / node.name)))
+        assert [shell.wait() for shell in shells] == [0, 0, 0], [shell.output() for shell in shells]
+    assert weights(shells[0].output())
+
+
+def test_a_restart_between_hosts(network, small, tmp_path):
+    """The interface is found, and torchrun starts all processes again when one has been killed."""
+    flags = ("--nnodes=3", "--master-addr=node0", "--max-restarts=1", "--env=OMP_NUM_THREADS=1")
+    arguments = ("--", *small, "--checkpoint", "ck.pt", "--save-every", 1)
     with contextlib.ExitStack() as stack:
         shells = []
         for rank, node in enumerate(network.nodes):
-            command = (LAUNCHER, *flags, "--node-rank", rank, "--", *small, *checkpoint)
-            shells.append(stack.enter_context(node.background(*command, cwd=tmp_path, log=tmp_path / f"{rank}.log")))
-        if restarts:
-            wait_until(lambda: any("step 2/" in shell.output() for shell in shells))
-            network.nodes[2].kill(WORKER)
+            command = (LAUNCHER, *flags, "--node-rank", rank, *arguments)
+            shells.append(stack.enter_context(node.background(*command, cwd=tmp_path, log=tmp_path / node.name)))
+        wait_until(lambda: any("step 2/" in shell.output() for shell in shells))
+        network.nodes[2].kill(WORKER)
         assert [shell.wait() for shell in shells] == [0, 0, 0], [shell.output() for shell in shells]
     output = "".join(shell.output() for shell in shells)
+    assert "going on from " in output
     assert weights(output)
-    assert ("going on from " in output) == bool(restarts)
 
 
 @pytest.mark.parametrize(("script", "hosts"), [(SCRIPTS[0], 3), (SCRIPTS[1], 2)])
@@ -203,7 +216,7 @@ def repository(tmp_path):
     return folder
 
 
-def test_hosts_that_are_not_ready(network, repository, tmp_path):
+def test_hosts_that_are_not_ready(network, repository, small, tmp_path):
     """Each says in one line what is wrong with it, and nothing starts."""
     version = Path(torch.__file__).with_name("version.py")
     (tmp_path / "version.py").write_text("__version__ = '1.0'\ncuda = hip = xpu = git_version = None\ndebug = False\n")
@@ -228,15 +241,14 @@ def test_hosts_that_are_not_ready(network, repository, tmp_path):
         mount(node1, "--bind", tmp_path / "version.py", version)
         assert complaints("node1,node2,nowhere") == [
             f"node2: error: there is no directory {repository}",
-            "nowhere: error: cannot log in without a password: "
+            "nowhere: error: cannot log in: "
             "ssh: Could not resolve hostname nowhere: Temporary failure in name resolution",
         ]
         assert complaints("login,node1") == [f"node1: error: torch 1.0, not {torch.__version__}"]
         assert complaints("login,node1", "--python=/bin/false")[0] == "login: error: /bin/false cannot import torch: "
         mount(node1, "--bind", "/dev/null", network.folder / "user_key.pub")
         assert complaints("login,node1") == [
-            "node1: error: cannot log in without a password: "
-            "root@node1: Permission denied (publickey,password,keyboard-interactive)."
+            "node1: error: cannot log in: root@node1: Permission denied (publickey,password,keyboard-interactive)."
         ]
     gpu = "error: 0 GPUs, but 1 needed"
     if not torch.cuda.is_available():
@@ -247,6 +259,8 @@ def test_hosts_that_are_not_ready(network, repository, tmp_path):
     with node0.background(sys.executable, "-c", listen, log=tmp_path / "log") as server:
         server.wait_for("ready")
         result = network.login.run(LAUNCHER, "--hosts=node0,node1", "--", "--epochs", 0)
+        alone = network.login.run(LAUNCHER, "--hosts=node0", "--", *small, "--epochs", 0)
+    assert alone.returncode == 0, alone.stderr  # one node does not need the port
     assert result.returncode == 1
     assert result.stderr == "node0: error: port 29500 is in use: give another --master-port\n"
 
@@ -271,7 +285,9 @@ def test_a_worker_dies(network, small, tmp_path):
 def test_a_stop_saves(how, code, network, small, tmp_path):
     with launch(network, tmp_path, small) as launcher:
         launcher.wait_for("step 2/")
-        network.login.kill(str(LAUNCHER), how)
+        for process in network.login.processes():  # as a terminal does
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, how)
         assert launcher.wait() == code
         assert "stopped by a signal in epoch 1" in launcher.output()
         nothing_left(network)

@@ -121,14 +121,47 @@ def test_a_head_node_that_is_127_0_1_1_to_itself(small_mnist, tmp_path, torchrun
     assert "GLOO_SOCKET_IFNAME=eth0" in log
 
 
-def test_an_array_shares_its_nodes_but_no_port(slurm, train):
-    array = train("--array=0-1", *TWO_PROCESSES, arguments=("--epochs", 0))
-    tasks = [f"{array}_{i}" for i in range(2)]
-    wait_until(lambda: [slurm.job(task) for task in tasks] == ["RUNNING"] * 2)
-    assert len({slurm.job(task, "NodeList") for task in tasks}) == 1
-    logs = [slurm.finish(task) for task in tasks]
-    assert [code for _, code, _ in logs] == ["0:0"] * 2, logs
-    assert len({re.search(r"master [\d.]+:(\d+)", log).group(1) for _, _, log in logs}) == 2
+@pytest.fixture
+def waiting(tmp_path):
+    """A script in the place of the training, which waits for the file `end`, or a signal, unless it was requeued."""
+    script = tmp_path / "waiting.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "for number in (signal.SIGUSR1, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda *_: sys.exit())\n"
+        "print('waiting', sys.argv[1:], flush=True)\n"
+        "while not os.path.exists('end') and 'SLURM_RESTART_COUNT' not in os.environ:\n"
+        "    time.sleep(0.1)\n"
+    )
+    return {"SCRIPT": script}
+
+
+def test_an_array(slurm, waiting, tmp_path):
+    """Its tasks share their nodes, but no port; that one is out of time is nothing to the others."""
+    array = slurm.submit("--array=0-1", *TWO_PROCESSES, SUBMIT, "--checkpoint", cwd=tmp_path, **waiting)
+    one, other = sorted((f"{array}_{i}" for i in range(2)), key=lambda task: slurm.job(task, "JobId") == array)
+    wait_until(lambda: all("waiting" in slurm.log(task) for task in (one, other)))
+    assert slurm.job(one, "NodeList") == slurm.job(other, "NodeList")
+    slurm.command("scancel", "--signal=USR1", "--batch", other)  # whose id is also the array's
+    assert slurm.finish(other)[0] == "COMPLETED"
+    assert (slurm.job(one), slurm.job(one, "Restarts"), slurm.job(other, "Restarts")) == ("RUNNING", "0", "1")
+    (tmp_path / "end").touch()
+    assert slurm.finish(one)[0] == "COMPLETED"
+    ports = re.findall(r"master [\d.]+:(\d+)", slurm.log(one) + slurm.log(other))
+    assert len(ports) == len(set(ports)) == 3
+
+
+def test_submitted_through_a_link(slurm, waiting, tmp_path):
+    """By a relative path, from a directory that is not the job's; odd arguments come through."""
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "link").symlink_to(SUBMIT)
+    (tmp_path / "end").touch()
+    odd = ["", "new\nline", "* $HOME", " WorkDir=/ Command=/x"]
+    flags = ("--nodes=1", f"--chdir={tmp_path}", f"--output={tmp_path}/log")
+    job = slurm.submit(*flags, "a folder/link", *odd, cwd=tmp_path, **waiting)
+    state, _, log = slurm.finish(job)
+    assert state == "COMPLETED", log
+    assert f"waiting {odd}" in log
 
 
 def test_a_failing_training_fails_the_job(slurm, train):
@@ -145,6 +178,7 @@ def test_a_failing_training_fails_the_job(slurm, train):
         ({"VENV": "none"}, "VENV=none cannot be activated"),
         ({"CONDA_ENV": "none"}, "CONDA_ENV=none cannot be activated"),
         ({"MODULES": "none"}, "MODULES=none could not be loaded"),
+        ({"NPROC_PER_NODE": "auto"}, "NPROC_PER_NODE=auto: give a number"),
     ],
 )
 def test_a_mistake_is_one_line(env, problem, slurm, train):
@@ -178,7 +212,7 @@ def test_time_limit(slurm, train, undisturbed):
     state, code, log = slurm.finish(job)
     assert (state, code) == ("COMPLETED", "0:0"), log
     assert slurm.job(job, "Restarts") == "1"
-    assert "out of time: requeued" in log and "restarts 1" in log
+    assert "stopped early: requeued" in log and "restarts 1" in log
     assert "stopped by a signal in epoch 1" in log
     assert weights(log) == undisturbed
 
@@ -188,7 +222,7 @@ def test_no_more_requeues(slurm, train):
     slurm.command("scancel", "--signal=USR1", "--batch", job)  # what Slurm does near the limit
     state, code, log = slurm.finish(job)
     assert (state, code) == ("FAILED", "1:0"), log
-    assert "out of time, and requeued 0 times before" in log
+    assert "stopped early, and requeued 0 times before" in log
 
 
 def test_without_a_checkpoint_the_time_is_used(slurm, train):
@@ -210,6 +244,18 @@ def test_preemption(slurm, train, undisturbed):
     assert weights(log) == undisturbed
 
 
+def test_preemption_with_a_grace_time(slurm, waiting, tmp_path):
+    """Slurm then only tells the processes, and the job ends before Slurm would requeue it."""
+    job = slurm.submit("--partition=graceful", "--nodes=3", SUBMIT, "--checkpoint", cwd=tmp_path, **waiting)
+    wait_until(lambda: slurm.log(job).count("waiting [") == 6)
+    urgent = slurm.submit("--partition=urgent", "--nodes=3", SUBMIT, "--checkpoint", cwd=tmp_path, **waiting)
+    wait_until(lambda: slurm.job(urgent) == "RUNNING")
+    (tmp_path / "end").touch()
+    assert slurm.finish(urgent)[0] == "COMPLETED"
+    state, _, log = slurm.finish(job)
+    assert (state, slurm.job(job, "Restarts")) == ("COMPLETED", "1"), log
+
+
 def test_scancel(slurm, train, tmp_path):
     job = train_until(train, slurm)
     slurm.command("scancel", job)
@@ -219,11 +265,14 @@ def test_scancel(slurm, train, tmp_path):
     assert slurm.job(job, "Restarts") == "0"
 
 
-def test_a_node_dies(slurm, train, undisturbed):
-    """The last test: the cluster is not the same afterwards."""
-    job = train_until(train, slurm)
-    slurm.nodes[1].power_off()
-    state, _, log = slurm.finish(job)
+def test_a_node_dies(small_mnist, undisturbed, tmp_path):
+    """Slurm starts the job again, on the node that takes its place."""
+    with Slurm(3, tmp_path) as slurm:
+        arguments = ("--data-dir", small_mnist, *SMALL, "--epochs", 2, "--checkpoint", "ck.pt", "--save-every", 1)
+        job = slurm.submit(*TWO_PROCESSES, SUBMIT, *arguments, cwd=tmp_path)
+        wait_until(lambda: "step 2/" in slurm.log(job))
+        slurm.nodes[1].power_off()
+        state, _, log = slurm.finish(job)
     assert state == "COMPLETED", log
     assert "nodes node[0,2]" in log
     assert weights(log) == undisturbed
