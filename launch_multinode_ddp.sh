@@ -10,11 +10,11 @@
 #
 #   --nproc-per-node N    processes on each node: a number, gpu, cpu or auto, as in torchrun (default 1)
 #   --script FILE         what to train with, in this directory or beside this file (default train_ddp.py)
-#   --nnodes N            number of nodes
+#   --nnodes N            number of nodes (default 1; with --hosts, as many as they are)
 #   --node-rank N         which of them this is: 0, the master, where all meet, to N - 1
 #   --master-addr HOST    name or address by which the other nodes reach node 0 (over ssh: found out)
 #   --master-port PORT    a free port there (default 29500)
-#   --hosts HOST,...      ssh to these, node 0 first, and train there in a directory of the same name as this one
+#   --hosts HOST,...      ssh to these, node 0 first, and train there, in a directory with the path of this one
 #   --max-restarts N      how often all processes are started again after one has died (default 0)
 #   --join-timeout S      seconds that a node waits for the others at the start (default 300)
 #   --interface NAME      network interface for NCCL and Gloo (default: Gloo takes the one that leads to the master)
@@ -143,14 +143,15 @@ find_address() {
 }
 
 print_plan() {
-    echo "Each node needs this directory, the same torch, the data set, and a way to port $master_port of $master_addr."
-    echo "Start these, one on each node, within $join_timeout s. (Where a node's own name is 127.0.1.1 to itself, as on Debian,"
-    echo "add --interface NAME here, or Gloo takes that address. With --node-rank N, this script finds the interface and"
-    echo "runs the command of node N; with --hosts instead of --nnodes and --master-addr, it runs all of them, over ssh.)"
+    echo 'Nothing has been started. Each node needs this directory, the same torch, the data set, and open ports to the'
+    echo "others; they meet at port $master_port of $master_addr. Start these, one on each node, within $join_timeout s:"
     for ((node_rank = 0; node_rank < nnodes; node_rank++)); do
         printf '\n# node %d\n' "$node_rank"
         (compose && show "${command[@]}")
     done
+    echo
+    echo "Where a node's own name is 127.0.1.1 to itself (Debian, Ubuntu), add --interface NAME, with GPUs too. With"
+    echo '--node-rank N, this script finds it and runs the command of node N; with --hosts, it runs all of them, over ssh.'
 }
 
 # Over ssh: run the command until the heartbeat on stdin stops, then end what is left of it. The workers are sessions of

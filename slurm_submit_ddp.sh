@@ -8,8 +8,8 @@
 # With --checkpoint, the job saves before its time is up, is requeued, and goes on.
 #
 # What belongs to your site (--partition, --account, --time) are flags of sbatch, which win over the lines below.
-# --gpus-per-node=0 trains on CPUs. --gpus=N needs --gpus-per-node=0 as well, --cpus-per-gpu does not go together with
-# the line below: Slurm refuses what contradicts a line here and does not replace it.
+# --gres=gpu:N works, too; --gpus-per-node=0 trains on CPUs; with --gpus=N, add --gpus-per-node=0; instead of
+# --cpus-per-gpu, give --cpus-per-task. (Slurm refuses a flag that contradicts a line below without replacing it.)
 #
 # Variables, all optional (VENV=.venv sbatch slurm_submit_ddp.sh):
 #   SCRIPT          what to train with, in this directory or beside this file (default train_ddp.py)
@@ -17,7 +17,7 @@
 #   CONDA_ENV       the name or directory of a conda environment to activate
 #   MODULES         modules to load first, separated by spaces
 #   NPROC_PER_NODE  processes on each node (default: as many as GPUs there, or 1)
-#   MAX_REQUEUES    how often the job may be requeued, for whatever reason, before it stops doing it itself (default 10)
+#   MAX_REQUEUES    after so many requeues, for whatever reason, the job no longer requeues itself (default 10)
 # Without VENV, CONDA_ENV and MODULES, the environment is that of the shell that called sbatch.
 
 #SBATCH --job-name=ddp
@@ -25,7 +25,7 @@
 #SBATCH --ntasks-per-node=1      # torchrun, which starts the processes
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=2        # of all processes of a node together
-#SBATCH --requeue                # after the time limit, a preemption or the loss of a node
+#SBATCH --requeue                # allowed to this script, near the time limit, and to Slurm, when a node dies
 #SBATCH --open-mode=append       # then the log goes on, too
 #SBATCH --signal=B:USR1@120      # to this script, at least 120 s before the time limit
 
@@ -37,11 +37,10 @@ fail() {
 }
 
 [[ ${SLURM_JOB_ID:-} ]] || fail 'start it with sbatch'
-for number in NPROC_PER_NODE MAX_REQUEUES; do
-    [[ ${!number:-0} =~ ^[0-9]{1,4}$ ]] || fail "$number=${!number}: give a number"
-done
+[[ ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]{0,3}$ ]] || fail "NPROC_PER_NODE=$NPROC_PER_NODE: give a number"
+[[ ${MAX_REQUEUES:-0} =~ ^[0-9]{1,4}$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give a number"
 stopped_early=''
-trap 'stopped_early=yes' USR1 # time is nearly up, and we have not even started
+trap 'stopped_early=yes' USR1 # should time be nearly up before the processes are there
 
 # The number of the job. For one of an array's tasks, SLURM_JOB_ID alone may mean the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -52,7 +51,7 @@ submitted=$(scontrol show job "$job")
 submitted=${submitted#*$'\n   Command='}
 submitted=${submitted%%$'\n   WorkDir='*}
 here=$(cd "$SLURM_SUBMIT_DIR" && dirname "$(readlink -f "${submitted%" $*"}")")
-set +u # the scripts of others
+set +u # which the scripts of modules, conda and venv may not bear
 if [[ $MODULES ]]; then
     # shellcheck source=/dev/null
     [[ $(type -t module) ]] || . /etc/profile
@@ -60,6 +59,7 @@ if [[ $MODULES ]]; then
     module load $MODULES || fail "MODULES=$MODULES could not be loaded"
 fi
 if [[ $CONDA_ENV ]]; then
+    command -v conda >/dev/null || fail "CONDA_ENV=$CONDA_ENV: there is no conda here"
     eval "$(conda shell.bash hook)"
     conda activate "$CONDA_ENV" || fail "CONDA_ENV=$CONDA_ENV cannot be activated"
 fi

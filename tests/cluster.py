@@ -19,15 +19,15 @@ HOSTS = ("unshare", "nsenter", "ip", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 SLURM = ("sbatch", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged")
 
 
-def require(*programs):
-    """Skip the test where hosts of our own cannot be made."""
-    if os.geteuid() != 0:
+def require(*programs, root=True):
+    """Skip the test where hosts of our own cannot be made, or a program is not there."""
+    if root and os.geteuid() != 0:
         pytest.skip("needs root, to make hosts")
     if absent := [program for program in programs if not (shutil.which(program) or Path(program).is_file())]:
         pytest.skip(f"needs {', '.join(absent)}")
 
 
-def wait_until(look, timeout=60):
+def wait_until(look, timeout=180):
     """Return what `look` returns as soon as that is true."""
     deadline = time.monotonic() + timeout
     while not (found := look()):
@@ -44,17 +44,17 @@ class Host:
         self.name, self.address = name, hosts[name]
         others = "".join(f"{address} {other}\n" for other, address in hosts.items() if other != name)
         (folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
-        # The first process is bash, which reaps orphans.
+        # The first process is bash, which reaps orphans, and ends when the tests do.
         setup = f"""
             hostname {name} && ip link set lo up && mount --bind {folder}/{name}.hosts /etc/hosts &&
             mount -t tmpfs tmpfs /run && mkdir /run/sshd && mount --bind {folder}/ssh_config /etc/ssh/ssh_config &&
-            echo ready; sleep infinity & wait; wait
+            echo ready && read -r
         """
         command = ["unshare", *NAMESPACES, "--mount-proc", "--fork", "--kill-child", "bash", "-c", setup]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout.readline() == b"ready\n", f"{name} has not started"
         self.init = int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
-        self.servers = set()
+        self.started, self.servers = [self.process], set()
 
     def inside(self, *command, cwd=ROOT):
         """Return the command that runs `command` here, in the folder `cwd`."""
@@ -76,7 +76,7 @@ class Host:
     def serve(self, *command, **env):
         """Start a server."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        subprocess.Popen(self.inside(*command), env=environment(**env), **pipes)
+        self.started.append(subprocess.Popen(self.inside(*command), env=environment(**env), **pipes))
 
     def processes(self):
         """Return the command lines of the processes here that are not servers, by the ids they have outside."""
@@ -90,16 +90,13 @@ class Host:
         return found
 
     def kill(self, words, how=signal.SIGKILL):
-        """Send a signal to the oldest process here whose command line has `words`."""
+        """Send a signal to the first process here whose command line has `words`."""
         os.kill(min(pid for pid, line in self.processes().items() if words in line), how)
-
-    def cable(self, state):
-        """Plug the network cable in ("up"), or pull it ("down")."""
-        self.must("ip", "link", "set", "eth0", state)
 
     def power_off(self):
         self.process.kill()
-        self.process.wait()
+        for process in self.started:
+            process.wait()
 
 
 class Network:
@@ -113,7 +110,7 @@ class Network:
         (folder / "known_hosts").write_text(f"* {(folder / 'host_key.pub').read_text()}")
         (folder / "ssh_config").write_text(f"IdentityFile {folder}/user_key\nUserKnownHostsFile {folder}/known_hosts\n")
         keys = f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/user_key.pub\n"
-        (folder / "sshd_config").write_text(f"{keys}PidFile none\nStrictModes no\n")
+        (folder / "sshd_config").write_text(f"{keys}PidFile none\nStrictModes no\nSetEnv CUDA_VISIBLE_DEVICES=\n")
 
     def __enter__(self):
         try:
@@ -129,7 +126,7 @@ class Network:
             host.power_off()
 
     def start(self, name):
-        """Start a host, or start it again."""
+        """Start a host, connect it, and let others log in."""
         host = Host(name, self.addresses, self.folder)
         self.hosts.append(host)
         device = "bridge"
@@ -147,6 +144,14 @@ class Network:
         wait_until(lambda: ":22 " in host.must("ss", "--listening", "--tcp", "--numeric"))
         host.servers |= set(host.processes())
         return host
+
+    def cable(self, host, state):
+        """Plug a host's network cable in ("up"), or pull it ("down")."""
+        self.login.must("ip", "link", "set", host.name, state)
+
+    def wait_until_empty(self):
+        """Wait until no process that a test has started is left on any host."""
+        wait_until(lambda: not any(host.processes() for host in self.hosts))
 
 
 class Slurm(Network):
@@ -233,12 +238,16 @@ class Slurm(Network):
 
     def job(self, job, field="JobState"):
         """Return one of the things that Slurm knows of a job."""
-        return re.search(rf"(?m)\b{field}=(.*?)( \w+=|$)", self.command("scontrol", "show", "job", job)).group(1)
+        pattern = rf"(?m)\b{field}=(.*?)( \w+=|$)"
+        return wait_until(lambda: re.search(pattern, self.command("scontrol", "show", "job", job))).group(1)
 
-    def finish(self, job, timeout=180):
+    def finish(self, job):
         """Wait for a job's end, through requeues; return its state, its exit code as Slurm has it, and its log."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_until(lambda: self.job(job) in ends, timeout)
+        try:
+            wait_until(lambda: self.job(job) in ends)
+        except AssertionError:
+            raise AssertionError(f"job {job} is {self.job(job)}: {self.log(job)}")
         return self.job(job), self.job(job, "ExitCode"), self.log(job)
 
     def log(self, job):

@@ -136,6 +136,12 @@ def own_lines(result):
     return [line for line in lines if not re.match(r"[WEI]\d{4} |.*\[Gloo\]|.*peer ranks|$", line)]
 
 
+def weights(output):
+    """Return the hash that a training has printed."""
+    (found,) = re.findall(r"weights sha256 (\w+), the same on every rank", output)
+    return found
+
+
 def errors(result):
     """Return the lines in which the scripts say why they failed; never a traceback of theirs."""
     assert result.returncode != 0, result.stdout

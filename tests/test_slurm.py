@@ -5,11 +5,12 @@ import re
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from cluster import HOSTS, SLURM, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, weights
 
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 SMALL = ("--batch-size", 50, "--log-interval", 1)
@@ -33,12 +34,6 @@ def train(slurm, small_mnist, tmp_path):
     return submit
 
 
-def weights(log):
-    """Return the hash in the log of a training that has ended."""
-    (found,) = re.findall(r"weights sha256 (\w+), the same on every rank", log)
-    return found
-
-
 @pytest.fixture(scope="module")
 def undisturbed(slurm, small_mnist, tmp_path_factory):
     """The hash of two epochs on two nodes, one process each."""
@@ -47,10 +42,6 @@ def undisturbed(slurm, small_mnist, tmp_path_factory):
     state, _, log = slurm.finish(job)
     assert state == "COMPLETED", log
     return weights(log)
-
-
-def nothing_left(slurm):
-    return not any(node.processes() for node in slurm.nodes)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -66,7 +57,7 @@ def test_defaults(script, slurm, train, tmp_path):
     (command,) = re.findall("(?m)^command (.*)$", log)
     assert shlex.split(command)[-1] == str(metrics)
     assert re.search("rank 0, 1 on node0, .*\nrank 2, 3 on node1, ", log)
-    assert f"{script}" in command
+    assert script in command
     assert Path(slurm.job(job, "StdOut")).parent == tmp_path
 
 
@@ -99,10 +90,10 @@ def test_layouts(flags, env, processes, slurm, train):
 @pytest.mark.parametrize("name", ["VENV", "MODULES"])
 def test_the_environment_of_the_job(name, slurm, train, tmp_path):
     """--export keeps that of the shell out, torchrun on its path included."""
-    (tmp_path / "torch").write_text(f"#%Module\nprepend-path PATH {Path(sys.executable).parent}\n")
-    variables = {"VENV": f"VENV={sys.prefix}", "MODULES": f"MODULES=torch,MODULEPATH={tmp_path}"}
     if name == "MODULES":
         require("/usr/share/modules/init/bash")
+    (tmp_path / "torch").write_text(f"#%Module\nprepend-path PATH {Path(sys.executable).parent}\n")
+    variables = {"VENV": f"VENV={sys.prefix}", "MODULES": f"MODULES=torch,MODULEPATH={tmp_path}"}
     job = train("--nodes=1", "--gpus-per-node=0", f"--export={variables[name]}", arguments=("--epochs", 0))
     state, _, log = slurm.finish(job)
     assert state == "COMPLETED", log
@@ -123,14 +114,19 @@ def test_a_head_node_that_is_127_0_1_1_to_itself(small_mnist, tmp_path, torchrun
 
 @pytest.fixture
 def waiting(tmp_path):
-    """A script in the place of the training, which waits for the file `end`, or a signal, unless it was requeued."""
+    """A script in the place of the training. It waits for the file `end`, or a signal, unless it was requeued.
+
+    With the argument "fail", it exits with 3 after a signal; with "fail1" at once, but only on the second node.
+    """
     script = tmp_path / "waiting.py"
     script.write_text(
         "import os, signal, sys, time\n"
         "for number in (signal.SIGUSR1, signal.SIGTERM):\n"
-        "    signal.signal(number, lambda *_: sys.exit())\n"
+        "    signal.signal(number, lambda *_: sys.exit(3 if 'fail' in sys.argv else 0))\n"
         "print('waiting', sys.argv[1:], flush=True)\n"
-        "while not os.path.exists('end') and 'SLURM_RESTART_COUNT' not in os.environ:\n"
+        "while not os.path.exists('end') and os.environ['restarts'] == '0':\n"
+        "    if 'fail' + os.environ['SLURM_NODEID'] in sys.argv:\n"
+        "        sys.exit(3)\n"
         "    time.sleep(0.1)\n"
     )
     return {"SCRIPT": script}
@@ -139,8 +135,9 @@ def waiting(tmp_path):
 def test_an_array(slurm, waiting, tmp_path):
     """Its tasks share their nodes, but no port; that one is out of time is nothing to the others."""
     array = slurm.submit("--array=0-1", *TWO_PROCESSES, SUBMIT, "--checkpoint", cwd=tmp_path, **waiting)
-    one, other = sorted((f"{array}_{i}" for i in range(2)), key=lambda task: slurm.job(task, "JobId") == array)
-    wait_until(lambda: all("waiting" in slurm.log(task) for task in (one, other)))
+    tasks = [f"{array}_{i}" for i in range(2)]
+    wait_until(lambda: all("waiting" in slurm.log(task) for task in tasks))
+    one, other = sorted(tasks, key=lambda task: slurm.job(task, "JobId") == array)
     assert slurm.job(one, "NodeList") == slurm.job(other, "NodeList")
     slurm.command("scancel", "--signal=USR1", "--batch", other)  # whose id is also the array's
     assert slurm.finish(other)[0] == "COMPLETED"
@@ -168,7 +165,20 @@ def test_a_failing_training_fails_the_job(slurm, train):
     state, code, log = slurm.finish(train(arguments=("--no-such-flag",)))
     assert (state, code) == ("FAILED", "1:0"), log
     assert "train_ddp.py: error: unrecognized arguments: --no-such-flag" in log
-    wait_until(lambda: nothing_left(slurm))
+
+
+def test_a_failure_on_one_node_ends_the_other(slurm, waiting, tmp_path):
+    state, code, log = slurm.finish(slurm.submit(SUBMIT, "fail1", cwd=tmp_path, **waiting))
+    assert (state, code) == ("FAILED", "1:0"), log
+    slurm.wait_until_empty()
+
+
+def test_a_failure_to_save_fails_the_job(slurm, waiting, tmp_path):
+    job = slurm.submit(SUBMIT, "--checkpoint", "fail", cwd=tmp_path, **waiting)
+    wait_until(lambda: slurm.log(job).count("waiting [") == 4)
+    slurm.command("scancel", "--signal=USR1", "--batch", job)
+    state, code, log = slurm.finish(job)
+    assert (state, code, slurm.job(job, "Restarts")) == ("FAILED", "1:0", "0"), log
 
 
 @pytest.mark.parametrize(
@@ -176,12 +186,12 @@ def test_a_failing_training_fails_the_job(slurm, train):
     [
         ({"SCRIPT": "none.py"}, f"there is no script {ROOT}/none.py"),
         ({"VENV": "none"}, "VENV=none cannot be activated"),
-        ({"CONDA_ENV": "none"}, "CONDA_ENV=none cannot be activated"),
+        ({"CONDA_ENV": "none"}, "CONDA_ENV=none: there is no conda here"),
         ({"MODULES": "none"}, "MODULES=none could not be loaded"),
         ({"NPROC_PER_NODE": "auto"}, "NPROC_PER_NODE=auto: give a number"),
     ],
 )
-def test_a_mistake_is_one_line(env, problem, slurm, train):
+def test_a_mistake(env, problem, slurm, train):
     state, _, log = slurm.finish(train(**env))
     assert state == "FAILED"
     assert f"error: {problem}" in log
@@ -197,7 +207,7 @@ def train_until(train, slurm, pattern="step 2/", **options):
 def signal_workers(slurm, what):
     for node in slurm.nodes:
         for pid, line in node.processes().items():
-            if "train_ddp.py" in line and "torchrun" not in line and "bash" not in line:
+            if f"-u {ROOT / SCRIPTS[0]}" in line:  # how torchrun calls it
                 os.kill(pid, what)
 
 
@@ -213,7 +223,7 @@ def test_time_limit(slurm, train, undisturbed):
     assert (state, code) == ("COMPLETED", "0:0"), log
     assert slurm.job(job, "Restarts") == "1"
     assert "stopped early: requeued" in log and "restarts 1" in log
-    assert "stopped by a signal in epoch 1" in log
+    assert "stopped by a signal in epoch " in log
     assert weights(log) == undisturbed
 
 
@@ -225,12 +235,14 @@ def test_no_more_requeues(slurm, train):
     assert "stopped early, and requeued 0 times before" in log
 
 
-def test_without_a_checkpoint_the_time_is_used(slurm, train):
-    job = train(*TWO_PROCESSES, arguments=("--epochs", 1))
-    wait_until(lambda: slurm.job(job) == "RUNNING" and "step 1/" in slurm.log(job))
+def test_without_a_checkpoint_the_time_is_used(slurm, waiting, tmp_path):
+    job = slurm.submit(SUBMIT, cwd=tmp_path, **waiting)
+    wait_until(lambda: slurm.log(job).count("waiting [") == 4)
     slurm.command("scancel", "--signal=USR1", "--batch", job)
-    state, _, log = slurm.finish(job)
-    assert state == "COMPLETED", log
+    time.sleep(2)  # in which it would have been stopped
+    assert slurm.job(job) == "RUNNING"
+    (tmp_path / "end").touch()
+    assert slurm.finish(job)[0] == "COMPLETED"
 
 
 def test_preemption(slurm, train, undisturbed):
@@ -254,6 +266,7 @@ def test_preemption_with_a_grace_time(slurm, waiting, tmp_path):
     assert slurm.finish(urgent)[0] == "COMPLETED"
     state, _, log = slurm.finish(job)
     assert (state, slurm.job(job, "Restarts")) == ("COMPLETED", "1"), log
+    assert "stopped early: requeued" in log
 
 
 def test_scancel(slurm, train, tmp_path):
@@ -261,7 +274,7 @@ def test_scancel(slurm, train, tmp_path):
     slurm.command("scancel", job)
     state, _, log = slurm.finish(job)
     assert state == "CANCELLED", log
-    wait_until(lambda: nothing_left(slurm))
+    slurm.wait_until_empty()
     assert slurm.job(job, "Restarts") == "0"
 
 
