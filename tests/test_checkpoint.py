@@ -81,7 +81,7 @@ def test_kills_at_any_moment(script, nproc, how, undisturbed, flags, tmp_path):
     assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(script, nproc)
     steps = [18 * int(epoch) + int(step) for epoch, step in re.findall(r"epoch (\d)/2  step (\d+)/", output)]
     back = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
-    assert back and max(back) <= 5, steps  # --save-every
+    assert max(back, default=0) <= 5, steps  # --save-every; none is lost if the kill comes right after a save
 
 
 def test_a_kill_while_rank_0_writes(undisturbed, flags, tmp_path):

@@ -75,9 +75,7 @@ def test_the_twins_end_on_one_hash(slurm, train, undisturbed):
     [
         (("--gpus-per-node=0",), {}, (1, 1)),
         (("--gpus-per-node=0", "--gpus=3"), {}, (2, 1)),
-        (("--gpus=4", "--cpus-per-task=1"), {}, (2, 2)),
         (("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=3"), {"NPROC_PER_NODE": 3}, (3,)),
-        (("--nodes=3", "--gpus-per-node=1"), {}, (1, 1, 1)),
     ],
 )
 def test_layouts(flags, env, processes, slurm, train):
