@@ -97,6 +97,11 @@ def test_dry_run(network):
     assert shlex.split(one)[:4] == ["env", "GLOO_SOCKET_IFNAME=eth0", "A=x y", "torchrun"]
     one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--interface=eth0")
     assert shlex.split(one)[1:3] == ["GLOO_SOCKET_IFNAME=eth0", "NCCL_SOCKET_IFNAME=eth0"]
+    one = ("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--join-timeout=2")
+    assert "--rdzv-conf=timeout=2" in shlex.split(dry(*one))
+    restarting = shlex.split(dry(*one, "--max-restarts=1"))
+    assert "--rdzv-conf=is_host=1,join_timeout=2" in restarting
+    assert f"--local-addr={network.nodes[0].address}" in restarting
     flags = ("--nproc-per-node=3", "--max-restarts=1", "--master-port=1", "--join-timeout=2", "--interface=eth0")
     both = dry("--hosts=node0,node1", "--venv=a b", "--env=HOME", *flags).splitlines()
     assert [shlex.split(line)[-2] for line in both] == ["node0", "node1"]
