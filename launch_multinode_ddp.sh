@@ -26,7 +26,7 @@ set -euo pipefail
 
 fail() {
     printf '%s: error: %s\n' "${BASH_SOURCE[0]##*/}" "$1" >&2
-    exit "${2:-2}"
+    exit 2
 }
 
 # Print a command, quoted so that a shell reads it as it is.
@@ -199,7 +199,7 @@ examine() {
 
 # Print a line for each host that is not ready; set `master_addr` to an address of node 0 that the others can reach.
 examine_hosts() {
-    local answer answers=() client failed='' fd gpus=() i needed=0 port=$master_port server='' torch='' version words
+    local answer answers=() client failed='' fd gpus=() i needed=0 own port=$master_port server='' torch='' version words
     ((nnodes > 1)) || port='' # torchrun takes a free one
     for i in "${!hosts[@]}"; do
         words=$(show bash -s -- "$PWD" "$script" "$self" "$port" "$python" "${variables[@]}")
@@ -212,11 +212,11 @@ examine_hosts() {
             [[ $answer == error:* ]] || answer="error: cannot log in: ${answer:-no answer in 60 s}"
             failed=yes && echo "${hosts[i]}: $answer" >&2 && continue
         fi
-        read -r _ version 'gpus[i]' client _ words _ <<<"$answer" # ssh's addresses: of the launcher, and of the host
+        read -r _ version 'gpus[i]' client _ own _ <<<"$answer" # ssh's addresses: of the launcher, and of the host
         torch=${torch:-$version}
         [[ $version == "$torch" ]] || { failed=yes && echo "${hosts[i]}: error: torch $version, not $torch" >&2; }
         [[ ! $nproc_per_node =~ ^[0-9]+$ ]] || ((gpus[i] == 0)) || needed=$nproc_per_node # else all train on CPUs
-        ((i != 0)) || server=$words
+        ((i != 0)) || server=$own
         ((i != 1)) || [[ $server != 127.* && $server != ::1 ]] || server=$client # node 0 is this machine
     done
     master_addr=${master_addr:-$server}
