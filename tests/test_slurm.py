@@ -24,6 +24,14 @@ def slurm(tmp_path_factory, torchrun_on_path):
         yield slurm
 
 
+@pytest.fixture(autouse=True)
+def nothing_left(slurm):
+    """A test that fails leaves no job behind that would keep the next ones waiting."""
+    yield
+    slurm.command("scancel", "--user=root")
+    slurm.wait_until_empty()
+
+
 @pytest.fixture
 def train(slurm, small_mnist, tmp_path):
     """A function that submits a training from a folder of its own."""
@@ -121,7 +129,7 @@ def waiting(tmp_path):
         "import os, signal, sys, time\n"
         "for number in (signal.SIGUSR1, signal.SIGTERM):\n"
         "    signal.signal(number, lambda *_: sys.exit(3 if 'fail' in sys.argv else 0))\n"
-        "print('waiting', sys.argv[1:], flush=True)\n"
+        "sys.stdout.write(f'waiting {sys.argv[1:]}\\n')\n"  # in one piece, where print makes several under -u
         "while not os.path.exists('end') and os.environ['restarts'] == '0':\n"
         "    if 'fail' + os.environ['SLURM_NODEID'] in sys.argv:\n"
         "        sys.exit(3)\n"
