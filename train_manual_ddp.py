@@ -55,6 +55,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import profile, record_function, schedule
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import MNIST
 from torchvision.models import resnet18
@@ -64,6 +65,7 @@ TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
 WARMUP = 0.3  # the part of the training in which the learning rate rises
 LOCK_WAIT = 20  # seconds: more than the ranks of a torchrun that was killed go on
+PROFILE_AFTER, PROFILED = 5, 3  # steps: the first ones are slow, they allocate memory
 
 TRAIN_RESULT = "epoch {epoch}  train loss {train_loss:.4f}  {samples_per_second:,.0f} samples/s  "
 TEST_RESULT = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_samples:,} test images"
@@ -113,6 +115,7 @@ def parse_args():
     add("--timeout", type=positive_float, default=300, metavar="S", help="seconds that a collective may wait")
     add("--log-interval", type=positive, default=20, metavar="N", help="steps between progress reports")
     add("--metrics", type=Path, metavar="FILE", help="append one JSON object per epoch, and one at the end")
+    add("--profile", type=Path, metavar="DIR", help="trace a few steps: a file per rank, for Perfetto")
     add("--checkpoint", type=Path, metavar="FILE", help="save to FILE, and go on from it if it is there")
     add("--save-every", type=natural, default=0, metavar="N", help="save every N steps too, not only after each epoch")
     args = parser.parse_args()
@@ -588,6 +591,7 @@ class GradientAverager:
         finally:
             self.accumulating = False
 
+    @record_function("synchronize")
     def average(self):
         """Average the gradients. Collective: every rank calls it, once for each optimizer step."""
         for p in self.params:
@@ -655,20 +659,23 @@ def train_step(model, averager, optimizer, batches, device, args):
     for i, (images, labels) in enumerate(batches, 1):
         # Until the last batch of the step, gradients only add up on this rank.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = model(images.to(device))
-            loss = F.cross_entropy(logits.float(), labels.to(device)) / args.accum_steps
-            loss.backward()
+            with record_function("forward"):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                    logits = model(images.to(device))
+                loss = F.cross_entropy(logits.float(), labels.to(device)) / args.accum_steps
+            with record_function("backward"):
+                loss.backward()
         mean_loss += loss.detach()
     averager.average()
     if args.clip_grad_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
-    optimizer.step()
+    with record_function("step"):
+        optimizer.step()
     optimizer.zero_grad()
     return mean_loss
 
 
-def train_epoch(model, averager, optimizer, loader, progress, save, device, args):
+def train_epoch(model, averager, optimizer, loader, progress, save, profiler, device, args):
     """Train from `progress` to the end of its epoch, or until a signal.
 
     Calls `save()` every --save-every steps, and before it stops. Returns the epoch's part of the --metrics, or
@@ -706,6 +713,8 @@ def train_epoch(model, averager, optimizer, loader, progress, save, device, args
             progress.step += 1
             bar.update()
             answers.wait()
+            if profiler:
+                profiler.step()
             due = stop or (args.save_every and progress.step % args.save_every == 0)
             if step % args.log_interval and step < steps and not due:
                 continue
@@ -786,6 +795,29 @@ def mend_metrics(file, history):
         file.writelines(f"{line}\n" for line in map(json.dumps, history) if f"{line}\n".encode() not in lines)
 
 
+def start_profiler(folder):
+    """Return a profiler of PROFILED steps, which writes a trace of each rank to `folder`, or None. Collective."""
+    problem = None
+    try:
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"--profile: {error}"
+    fail_together(problem)
+    if not folder:
+        return None
+
+    def write(profiler):
+        profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
+        say(f"each rank's trace is in {folder}: open one in https://ui.perfetto.dev or chrome://tracing")
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports "ERROR" where there is no GPU
+    steps = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=PROFILED, repeat=1)
+    profiler = profile(schedule=steps, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
 def main():
     args = parse_args()
     rank, local_rank, world_size, local_size = read_world()
@@ -797,6 +829,7 @@ def main():
     follow_torchrun()
     backend = join_group(args, device, rank, world_size)
     metrics = open_metrics(args.metrics)
+    profiler = start_profiler(args.profile)
 
     train_loader, test_loader = load_data(args, device, rank, local_rank, world_size)
     steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
@@ -836,7 +869,7 @@ def main():
     averager = GradientAverager(model, args.sync, args.bucket_cap_mb)
     start, first_step, entry = time.perf_counter(), progress.step, None
     while progress.epoch < args.epochs:
-        trained = train_epoch(model, averager, optimizer, train_loader, progress, save, device, args)
+        trained = train_epoch(model, averager, optimizer, train_loader, progress, save, profiler, device, args)
         if not trained:
             place = f"stopped by a signal in epoch {progress.epoch + 1}, after {progress.samples:,} samples of it"
             if not args.checkpoint:
@@ -851,6 +884,8 @@ def main():
         if progress.epoch:
             say(f"nothing to train: {progress.epoch} of {args.epochs} epochs are done")
         say(TEST_RESULT.format(**evaluate(model, test_loader, device, args)), sys.stdout)
+    if profiler and profiler.step_num < PROFILE_AFTER + PROFILED:
+        say(f"--profile: no trace after {profiler.step_num} steps, it takes {PROFILE_AFTER + PROFILED}")
     seconds, samples = time.perf_counter() - start, (progress.step - first_step) * batch
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

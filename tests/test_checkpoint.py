@@ -66,19 +66,16 @@ def catches(pid, number):
     return int(caught, 16) >> (number - 1) & 1
 
 
-KILLED = [(DDP, 2, "--standalone"), (MANUAL, 2, "--nnodes=1"), (MANUAL, 3, "--standalone")]
-
-
-@pytest.mark.parametrize(("script", "nproc", "how"), KILLED)
-def test_kills_at_any_moment(script, nproc, how, undisturbed, flags, tmp_path):
-    kills = 3
-    command = start(nproc, how, f"--max-restarts={kills}")  # so that each may cost one restart
-    with Background(*command, ROOT / script, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
+def test_kills_at_any_moment(undisturbed, flags, tmp_path, free_port):
+    """The README's soak test does the same to train_ddp.py."""
+    kills, nproc = 3, 3
+    command = start(nproc, "--nnodes=1", f"--master-port={free_port}", f"--max-restarts={kills}")  # one for each
+    with Background(*command, ROOT / MANUAL, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
         disturb(job, nproc, kills, 2.5, random.Random(37))  # with these numbers, rank 0 and another one die
         assert job.wait() == 0, job.output()
         output = job.output()
     assert "going on from" in output
-    assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(script, nproc)
+    assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(MANUAL, nproc)
     steps = [18 * int(epoch) + int(step) for epoch, step in re.findall(r"epoch (\d)/2  step (\d+)/", output)]
     back = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
     assert max(back, default=0) <= 5, steps  # --save-every; none is lost if the kill comes right after a save
@@ -88,16 +85,16 @@ def test_a_kill_while_rank_0_writes(undisturbed, flags, tmp_path):
     whole, half = tmp_path / "ck.pt", tmp_path / "ck.pt.tmp"
     for _ in range(20):
         with Background(
-            *start(), ROOT / DDP, *flags, *saving(tmp_path), "--save-every", 1, log=tmp_path / "log"
+            *start(2), ROOT / DDP, *flags, *saving(tmp_path), "--save-every", 1, log=tmp_path / "log"
         ) as job:
             job.wait_for(whole.exists)
             job.wait_for(half.exists)
-            job.process.kill()
+            job.kill(0)
             job.wait()
         if half.exists():  # else it was renamed in that moment
             break
     assert half.exists()
-    assert finish(MANUAL, None, flags, tmp_path) == undisturbed(DDP, None)
+    assert finish(MANUAL, 2, flags, tmp_path) == undisturbed(DDP, 2)
 
 
 def test_a_killed_torchrun_leaves_no_orphans_and_a_second_start_goes_on(undisturbed, flags, tmp_path):
@@ -332,7 +329,8 @@ def test_two_runs_of_one_file(flags, tmp_path):
 def test_a_start_waits_for_the_lock_of_a_run_that_is_ending(flags, tmp_path):
     with (tmp_path / "ck.pt.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with Background(*start(), ROOT / MANUAL, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
+        command = (*start(), ROOT / MANUAL, *flags, "--epochs", 1, "--train-size", 64, *saving(tmp_path))
+        with Background(*command, log=tmp_path / "log") as job:
             job.wait_for("steps per epoch")
             time.sleep(2)
             assert "  loss " not in job.output()

@@ -1,5 +1,7 @@
-"""The README's commands run, print what it shows, and its flags are the scripts'."""
+"""The README's commands run, print what it shows, and its flags are the scripts'; its lessons hold."""
 
+import ast
+import json
 import os
 import re
 import shlex
@@ -9,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from cluster import HOSTS, SLURM, Network, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS, launch, own_lines, run
+from conftest import ROOT, SCRIPTS, TORCHRUN, launch, own_lines, run, weights
 
+DDP = SCRIPTS[0]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.partition("  #")[0].strip()
@@ -20,12 +23,14 @@ COMMANDS = [
 ]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 FIRST, TESTS = COMMANDS[0], COMMANDS[1]
-SOAKS = [command for command in COMMANDS if "tests/soak.py" in command]
+BENCHMARK = "python tests/benchmark.py"
+SOAK = "python tests/soak.py train_ddp.py --kills 20"
 TRAININGS = [command for command in COMMANDS[2:] if re.search(r" train_\w*\.py", command)]
 TRAININGS = [command for command in TRAININGS if re.match("python train|torchrun", command)]
 LAUNCHES = [command for command in COMMANDS if command.startswith("./launch_multinode_ddp.sh")]
 ONE_NODE, PLAN, NODE0, NODE1, SSH = LAUNCHES
 SUBMISSIONS = [command for command in COMMANDS if "sbatch" in command]
+*LESSONS, EXAMPLE = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def shell(command, *flags):
@@ -69,9 +74,9 @@ def copy(tmp_path, torchrun_on_path):
 def test_every_command_is_run_or_known():
     assert FIRST.startswith(ENTER + "requirements.txt && ")
     assert TESTS == ENTER + "tests/requirements.txt && pytest tests"  # which is how this test came to run
-    known = {FIRST, TESTS, *TRAININGS, *SOAKS, *LAUNCHES, *SUBMISSIONS, f"diff {' '.join(SCRIPTS)}"}
+    known = {FIRST, TESTS, *TRAININGS, *LAUNCHES, *SUBMISSIONS, SOAK, BENCHMARK, f"diff {' '.join(SCRIPTS)}"}
     assert set(COMMANDS) == known
-    assert len(TRAININGS) >= 6 and len(SOAKS) == 2 and len(SUBMISSIONS) == 4
+    assert len(TRAININGS) >= 6 and len(SUBMISSIONS) == 4
 
 
 def test_the_first_command_prints_what_is_shown():
@@ -82,17 +87,101 @@ def test_the_first_command_prints_what_is_shown():
 
 @pytest.mark.parametrize("command", TRAININGS)
 def test_training_command(command, small_mnist, copy):
-    result = run_as_it_stands(command, "--data-dir", small_mnist, "--epochs", 1, cwd=copy)
+    small = ("--batch-size", 32, "--train-size", 512) if "synthetic" in command else ("--data-dir", small_mnist)
+    result = run_as_it_stands(command, *small, "--epochs", 1, cwd=copy)
     assert result.returncode == 0, result.stderr
     assert "the same on every rank" in result.stdout
 
 
-@pytest.mark.parametrize("command", SOAKS)
-def test_soak_command(command, small_mnist):
-    result = run_as_it_stands(command, "--data-dir", small_mnist, "--batch-size", 16, "--kills", 1)
+def test_the_soak_command(small_mnist):
+    result = run_as_it_stands(SOAK, "--data-dir", small_mnist, "--batch-size", 16, "--kills", 2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(set(re.findall("weights sha256 [0-9a-f]{64}", result.stdout))) == 1
-    assert " killed " in result.stdout
+    assert result.stdout.count(" killed ") == 2
+
+
+def test_the_benchmark(tmp_path):
+    """With one short round of everything but --compile, which takes minutes; its tables are those shown."""
+    small = ("--only", "steps", "scripts", "--processes", 2, "--rounds", 1, "--steps", 1, "--batch-size", 16)
+    result = run_as_it_stands(BENCHMARK, *small, "--json", tmp_path / "json", timeout=600)
+    assert result.returncode == 0, result.stderr
+    rows = [re.sub(r" \d.*", "", line) for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    assert [row for row in rows if f"\n{row}" not in README] == []
+    assert "not measured: GPUs" in result.stdout
+    measured = json.loads((tmp_path / "json").read_text())
+    assert len(measured["steps gloo 2"]) == 9 and all(
+        len(seconds) == 1 for seconds in measured["steps gloo 2"].values()
+    )
+
+
+def replaced(source, new):
+    """Return a script with those of its functions replaced that `new` defines as well."""
+    lines, names = source.splitlines(), [node.name for node in ast.parse(new).body if hasattr(node, "name")]
+    for node in reversed(ast.parse(source).body):
+        if getattr(node, "name", None) in names:
+            del lines[node.lineno - 1 : node.end_lineno]
+            last = node.lineno - 1
+    return "\n".join([*lines[:last], new, *lines[last:]])
+
+
+def test_the_example_of_a_model_of_your_own(tmp_path):
+    """The twins agree on it, too."""
+    hashes = []
+    for script in SCRIPTS:
+        source = replaced((ROOT / script).read_text(), EXAMPLE)
+        if "manual" in script:
+            source = source.replace(" DistributedSampler(", " ManualDistributedSampler(")
+        (tmp_path / script).write_text(source)
+        result = launch(tmp_path / script, "--epochs", 1, "--train-size", 600, nproc=2)
+        assert result.returncode == 0, result.stderr
+        assert "of 500 test images" in result.stdout
+        hashes.append(weights(result.stdout))
+    assert hashes[0] == hashes[1]
+
+
+def test_the_lines_of_the_six_things():
+    source = (ROOT / DDP).read_text()
+    assert len(LESSONS) == 7
+    assert all(line in source for lesson in LESSONS for line in lesson.splitlines(keepends=True))
+
+
+DIFFERENT = "error: the ranks have ended on different weights: "
+LEFT_OUT = {  # what is taken out of train_ddp.py, what takes its place, and what then happens
+    "init": (
+        r"dist\.init_process_group\(",
+        "(lambda *_, **__: None)(",
+        "ValueError: Default process group has not been initialized",
+    ),
+    "sampler": (r"(?<= DistributedSampler\(train_set, )", "1, 0, ", "steps per epoch 18\n"),
+    "ddp": (r"DistributedDataParallel\(model, .*\)", "model", DIFFERENT),
+    "broadcast": (r"dist\.broadcast\(buffer, src=0\)", "pass", DIFFERENT),
+    "evaluation": (r"dist\.all_reduce\(totals\)", "pass", "of 51 test images\n"),
+    "rank 0": (r"(?<=if not self\.path) or dist\.get_rank\(\) != 0(?=:\n +return\n)", "", "ck.pt.tmp' -> '"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_happens_without_it(name, small_mnist, tmp_path):
+    lines, instead, symptom = LEFT_OUT[name]
+    source, count = re.subn(lines, instead, (ROOT / DDP).read_text())
+    assert count == 1
+    (tmp_path / DDP).write_text(source)
+    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 1)
+    flags += ("--checkpoint", "ck.pt", "--save-every", 1) if name == "rank 0" else ()
+    result = launch(DDP, *flags, nproc=2, cwd=tmp_path)
+    assert symptom in result.stdout + result.stderr
+
+
+def test_what_happens_without_set_epoch(small_mnist, tmp_path):
+    source, count = re.subn(r"self\.sampler\.set_epoch\(epoch\)", "pass", (ROOT / DDP).read_text())
+    assert count == 1
+    (tmp_path / DDP).write_text(source)
+    command = (ROOT / "tests" / "spy.py", DDP, "--data-dir", small_mnist, "--batch-size", 300, "--epochs", 2)
+    result = launch(*command, cwd=tmp_path, SPY=tmp_path, TRAIN_IMAGES=600)
+    assert result.returncode == 0, result.stderr
+    read = (tmp_path / "rank0").read_text().splitlines()
+    assert len(read) == 1200 and read[:600] == read[600:]
 
 
 def test_the_launcher_on_one_node(small_mnist, copy):
@@ -149,8 +238,27 @@ def test_slurm(small_mnist, copy):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_flags_are_those_of_the_table(script):
-    table = set(re.findall(r"^\| `(--[a-z-]+)", README, re.M)) - {"--sync"}
-    assert table
-    flags = set(re.findall(r"^  (--[a-z-]+)", launch(ROOT / script, "--help").stdout, re.M))
-    assert flags == table | ({"--sync"} if "manual" in script else set())
+def test_the_table_of_flags_is_the_help(script):
+    """In names, values and defaults."""
+    text = re.sub(r"\s+", " ", launch(ROOT / script, "--help").stdout).partition(" -h, --help ")[2]
+    helped = re.findall(r" (--[a-z-]+)( [A-Z]+| \{\S+\})? .*?\(default: (.*?)\)", text)
+    table = re.findall(r"^\| `(--[a-z-]+)( .*?)?` \| (.*?) \|", README.partition("\n## Flags")[2], re.M)
+    if "manual" not in script:
+        table = [row for row in table if row[0] != "--sync"]
+    assert len(table) > 20
+    words = {"all": "none", "by device": "none", "None": "none", "off": "False"}
+    rows, others = ([(*names, words.get(default, default)) for *names, default in part] for part in (table, helped))
+    assert sorted(rows) == sorted(others)
+
+
+def test_every_flag_that_is_named_exists(tmp_path):
+    require("sbatch", root=False)
+    (tmp_path / "slurm.conf").write_text("ClusterName=lab\nSlurmctldHost=localhost\n")  # sbatch --help wants one
+    ours = [*SCRIPTS, "tests/soak.py", "tests/benchmark.py"]
+    commands = [*([sys.executable, ROOT / name] for name in ours), [ROOT / "launch_multinode_ddp.sh"], [TORCHRUN]]
+    helps = [run([*command, "--help"], SLURM_CONF=tmp_path / "slurm.conf") for command in [*commands, ["sbatch"]]]
+    assert not any(result.returncode for result in helps)
+    exist = set(re.findall(r"--[a-z-]+", "".join(result.stdout for result in helps).replace("_", "-")))
+    named = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", README)}
+    assert len(named) > 50
+    assert named - exist == {"--check", "--pid"}  # of ruff and of py-spy

@@ -1,5 +1,7 @@
 """Whole runs: both scripts learn, end on the same bits, and say so in the same words."""
 
+import gzip
+import json
 import math
 import os
 import re
@@ -66,7 +68,7 @@ def test_twins_agree_with_accumulation_clipping_bf16_and_small_buckets(run):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_reruns_repeat_themselves_at_three_processes(run, script):
-    once, again, other = run(script, 3), run(script, 3), run(script, 3, "--seed", 1)
+    once, again, other = (run(script, 3, "--epochs", 1, "--seed", seed) for seed in (0, 0, 1))
     assert outcome(once.metrics) == outcome(again.metrics)
     assert once.metrics[-1]["weights_sha256"] != other.metrics[-1]["weights_sha256"]
     assert once.metrics[0]["test_samples"] == 101  # 3 does not divide it
@@ -122,3 +124,36 @@ def test_learns_real_mnist_on_the_same_bits(real_mnist, tmp_path):
     assert outcome(ddp.metrics) == outcome(manual.metrics)
     assert ddp.metrics[0]["test_accuracy"] > 0.85
     assert ddp.metrics[0]["test_samples"] == 10_000
+
+
+def read_trace(path):
+    """Return the ranges of a trace, from its first to its last microsecond, by name."""
+    found = {}
+    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        if event.get("cat") in ("user_annotation", "cpu_op"):
+            found.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+@pytest.mark.parametrize(("script", "flags"), [(DDP, ()), (MANUAL, ()), (MANUAL, ("--sync", "flat"))])
+def test_profile(script, flags, run, tmp_path):
+    """Three buckets are sent during backward(); with `flat`, one buffer after it."""
+    result = run(script, 2, *flags, "--epochs", 1, "--profile", tmp_path / "new" / "traces")
+    assert f"each rank's trace is in {tmp_path}/new/traces: open one in" in result.stderr
+    assert "ERROR" not in result.stderr
+    for rank in range(2):
+        trace = read_trace(tmp_path / "new" / "traces" / f"rank{rank}.json.gz")
+        names = {"forward", "backward", "step"} | ({"synchronize"} if script == MANUAL else set())
+        assert all(len(trace[name]) == 3 for name in names)
+        assert "synchronize" in names or "synchronize" not in trace
+        during = [
+            sum(start < at < end for at, _ in trace["c10d::allreduce_"])
+            for start, end in trace["backward" if not flags else "synchronize"]
+        ]
+        assert during == ([1] * 3 if flags else [3] * 3)
+
+
+def test_profile_of_too_few_steps(run, tmp_path):
+    result = run(DDP, None, "--train-size", 64, "--epochs", 1, "--profile", tmp_path)
+    assert "--profile: no trace after 2 steps, it takes 8" in result.stderr
+    assert not list(tmp_path.glob("rank*"))
