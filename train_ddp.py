@@ -31,6 +31,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -284,9 +285,11 @@ def synthesize(seed, split, size):
     prototypes = np.random.default_rng(seed).standard_normal((CLASSES, 7, 7), dtype=np.float32)
     rng = np.random.default_rng([seed, split])
     labels = rng.integers(CLASSES, size=size)
-    images = 64 * rng.standard_normal((size, 28, 28), dtype=np.float32)
-    images += 128 + 20 * prototypes.repeat(4, axis=1).repeat(4, axis=2)[labels]
-    return images.clip(0, 255).astype(np.uint8), labels
+    images = rng.standard_normal((size, 28, 28), dtype=np.float32)
+    images *= 64
+    for label, prototype in enumerate(128 + 20 * prototypes.repeat(4, axis=1).repeat(4, axis=2)):
+        images[labels == label] += prototype
+    return images.clip(0, 255, out=images).astype(np.uint8), labels
 
 
 def read_mnist(folder):
@@ -441,7 +444,7 @@ class Checkpoint:
         try:
             old, new = box[0]["setting"], self.setting
             changed = {name: f"{name} {old.get(name)} -> {new.get(name)}" for name in old | new}
-            changed = {name: words for name, words in changed.items() if old.get(name) != new.get(name)}
+            changed = {name: words for name, words in changed.items() if str(old.get(name)) != str(new.get(name))}
             for name in filter(changed.get, self.FIXED):
                 fail(f"--checkpoint {self.path} is of another run: {changed[name]}. Undo that, or give another name")
             model.load_state_dict(box[0]["model"])
@@ -641,27 +644,32 @@ def mend_metrics(file, history):
         file.writelines(f"{line}\n" for line in map(json.dumps, history) if f"{line}\n".encode() not in lines)
 
 
-def start_profiler(folder):
-    """Return a profiler of PROFILED steps, which writes a trace of each rank to `folder`, or None. Collective."""
-    problem = None
+@contextlib.contextmanager
+def trace_steps(folder):
+    """Give a profiler that writes a trace of PROFILED steps of each rank to `folder`, or None. Collective."""
+    problem, last = None, PROFILE_AFTER + PROFILED
     try:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # better to learn now that it cannot be written to
     except OSError as error:
         problem = f"--profile: {error}"
     fail_together(problem)
     if not folder:
-        return None
+        return (yield None)
 
     def write(profiler):
-        profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
-        say(f"each rank's trace is in {folder}: open one in https://ui.perfetto.dev or chrome://tracing")
+        if profiler.step_num == last:  # else it was stopped before
+            profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
+            say(f"each rank's trace is in {folder}: open one in https://ui.perfetto.dev or chrome://tracing")
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports "ERROR" where there is no GPU
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would report as an ERROR that there is no GPU
     steps = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=PROFILED, repeat=1)
-    profiler = profile(schedule=steps, on_trace_ready=write)
-    profiler.start()
-    return profiler
+    with profile(schedule=steps, on_trace_ready=write) as profiler:  # left in the middle of a trace, it would crash
+        yield profiler
+    if profiler.step_num < last:
+        say(f"--profile: no trace, that takes an epoch of {last} steps, and this had {profiler.step_num}")
 
 
 def main():
@@ -675,7 +683,6 @@ def main():
     follow_torchrun()
     backend = join_group(args, device, rank, world_size)
     metrics = open_metrics(args.metrics)
-    profiler = start_profiler(args.profile)
 
     train_loader, test_loader = load_data(args, device, rank, local_rank, world_size)
     steps, batch = len(train_loader) // args.accum_steps, world_size * args.batch_size * args.accum_steps
@@ -715,8 +722,11 @@ def main():
     ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
     start, first_step, entry = time.perf_counter(), progress.step, None
+    folder = args.profile
     while progress.epoch < args.epochs:
-        trained = train_epoch(ddp, optimizer, train_loader, progress, save, profiler, device, args)
+        with trace_steps(folder) as profiler:
+            trained = train_epoch(ddp, optimizer, train_loader, progress, save, profiler, device, args)
+        folder = None  # one epoch is enough
         if not trained:
             place = f"stopped by a signal in epoch {progress.epoch + 1}, after {progress.samples:,} samples of it"
             if not args.checkpoint:
@@ -731,8 +741,6 @@ def main():
         if progress.epoch:
             say(f"nothing to train: {progress.epoch} of {args.epochs} epochs are done")
         say(TEST_RESULT.format(**evaluate(model, test_loader, device, args)), sys.stdout)
-    if profiler and profiler.step_num < PROFILE_AFTER + PROFILED:
-        say(f"--profile: no trace after {profiler.step_num} steps, it takes {PROFILE_AFTER + PROFILED}")
     seconds, samples = time.perf_counter() - start, (progress.step - first_step) * batch
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -35,7 +35,7 @@ MISTAKES = {  # flags: what the line says
     ("--backend", "nccl"): "--backend nccl: this torch connects cpu by gloo",
     ("--metrics", "missing/folder/m.jsonl"): "--metrics: [Errno 2] No such file or directory: 'missing/folder/m.jsonl'",
     ("--metrics", "/"): "--metrics: [Errno 21] Is a directory: '/'",
-    ("--profile", __file__): f"--profile: [Errno 17] File exists: '{__file__}'",
+    ("--dataset", "synthetic", "--profile", __file__): f"--profile: [Errno 17] File exists: '{__file__}'",
     ("--data-dir", "/proc/nowhere"): "no usable MNIST in /proc/nowhere/MNIST/raw",
     ("--data-dir", __file__): "Errno",
     ("--no-such-flag",): "unrecognized arguments: --no-such-flag",

@@ -153,7 +153,9 @@ def test_profile(script, flags, run, tmp_path):
         assert during == ([1] * 3 if flags else [3] * 3)
 
 
-def test_profile_of_too_few_steps(run, tmp_path):
-    result = run(DDP, None, "--train-size", 64, "--epochs", 1, "--profile", tmp_path)
-    assert "--profile: no trace after 2 steps, it takes 8" in result.stderr
+@pytest.mark.parametrize("steps", [2, 6])
+def test_profile_of_too_few_steps(steps, run, tmp_path):
+    """It takes 8, the last 3 of them for the trace."""
+    result = run(DDP, None, "--train-size", 32 * steps, "--epochs", 1, "--profile", tmp_path)
+    assert f"--profile: no trace, that takes an epoch of 8 steps, and this had {steps}\n" in result.stderr
     assert not list(tmp_path.glob("rank*"))
