@@ -4,18 +4,17 @@
     python tests/benchmark.py --only steps --processes 2 --rounds 30
     python tests/benchmark.py --json results.json           # every single measurement as well
 
-What is compared is measured in turns, in one session: a ratio is the median of the ratios of all rounds. Processes on
-CPUs get equally many threads at every number of processes, as if each were a machine of its own.
+What is compared is measured in turns, in one session, and a ratio is the median of the ratios of all rounds. Processes
+on CPUs get equally many threads at every number of processes, as if each were a machine of its own.
 """
 
 import argparse
-import contextlib
 import copy
 import functools
-import io
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import statistics
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,20 @@ LIMIT, DDP, MANUAL = "no synchronisation", "train_ddp.py", "train_manual_ddp.py"
 DEFAULTS, FLAT, PER_PARAMETER = "DDP at its defaults", "--sync flat", "--sync per-parameter"
 SYNCS = {name: name for name in (LIMIT, MANUAL, DDP, DEFAULTS, FLAT, PER_PARAMETER)}
 # The textbook reads single images through PIL, and takes Adam as it comes. Each of these goes one change further.
-TEXTBOOK, TEXTBOOK_DDP, ON_DEVICE = "textbook, by hand", "textbook DDP", "+ data on the device"
+TEXTBOOK, TEXTBOOK_DDP, ON_DEVICE, FUSED = "textbook, by hand", "textbook DDP", "+ data on the device", "+ fused AdamW"
+BY_THE_BOOK = (TEXTBOOK, TEXTBOOK_DDP, ON_DEVICE, FUSED)
 WAYS = {
     TEXTBOOK: TEXTBOOK,
     TEXTBOOK_DDP: TEXTBOOK_DDP,
     ON_DEVICE: ON_DEVICE,
-    DEFAULTS: "+ fused AdamW",
+    FUSED: FUSED,
+    DEFAULTS: "+ the loop of the scripts",
     DDP: "+ DDP as train_ddp.py sets it",
     MANUAL: "or train_manual_ddp.py",
     LIMIT: "the limit: no synchronisation",
 }
-COMPILER = shutil.which("c++") or shutil.which("gcc")
+TWINS = {DDP: DDP, MANUAL: MANUAL}  # nothing else runs between them
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 FLAGS = (DDP, "--precision bf16", *(("--compile", "--compile --precision bf16") if COMPILER else ()))
 FLAGS = {name: name for name in FLAGS}
 
@@ -61,7 +64,7 @@ def parse_args():
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    parts = ("steps", "flags", "scripts")
+    parts = ("steps", "twins", "flags", "scripts")
     add("--only", nargs="+", choices=parts, default=parts, metavar="PART", help=f"of {', '.join(parts)}")
     add("--processes", nargs="+", type=int, metavar="N", help="None is 1, 2, 4, ... up to the cores or GPUs")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each contestant; a third of that for scripts")
@@ -95,12 +98,11 @@ def make_contestant(name, args, device, place):
     model = train_ddp.build_model().to(device)
     if args.compile:
         model.compile()
-    by_the_book = name in (TEXTBOOK, TEXTBOOK_DDP)
-    if by_the_book or name == ON_DEVICE:
+    if name in (TEXTBOOK, TEXTBOOK_DDP, ON_DEVICE):
         optimizer = torch.optim.Adam(model.parameters())
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    if by_the_book:
+    if name in (TEXTBOOK, TEXTBOOK_DDP):
         images, labels = train_ddp.synthesize(args.seed, 0, args.train_size)
         data = TextbookMNIST(images, labels)
         loader = DataLoader(data, args.batch_size, sampler=DistributedSampler(data), drop_last=True)
@@ -108,11 +110,12 @@ def make_contestant(name, args, device, place):
         loader, _ = (train_manual_ddp if name == MANUAL else train_ddp).load_data(args, device, *place)
 
     wrapped = model
-    if name in (DEFAULTS, TEXTBOOK_DDP, ON_DEVICE):
+    if name in (DEFAULTS, TEXTBOOK_DDP, ON_DEVICE, FUSED):
         wrapped = DistributedDataParallel(model)
     elif name in FLAGS:  # as in its main()
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped.broadcast_buffers = False
+        ddp = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False
+        wrapped = ddp
     elif name in (MANUAL, FLAT, PER_PARAMETER):
         averager = train_manual_ddp.GradientAverager(model, "bucketed" if name == MANUAL else name.split()[1])
 
@@ -128,13 +131,15 @@ def make_contestant(name, args, device, place):
 
     def train_as_the_scripts():
         rest = (optimizer, loader, train_ddp.Progress(), None, None, device, args)
-        with contextlib.redirect_stderr(io.StringIO()):
-            if name in (MANUAL, FLAT, PER_PARAMETER):
-                train_manual_ddp.train_epoch(model, averager, *rest)
-            else:
-                train_ddp.train_epoch(wrapped, *rest)
+        if name in (MANUAL, FLAT, PER_PARAMETER):
+            train_manual_ddp.train_epoch(model, averager, *rest)
+        elif name == LIMIT:  # nor does it tell the others of signals
+            with mock.patch("torch.distributed.all_reduce"):
+                train_ddp.train_epoch(model, *rest)
+        else:
+            train_ddp.train_epoch(wrapped, *rest)
 
-    return train_by_the_book if by_the_book else train_as_the_scripts
+    return train_by_the_book if name in BY_THE_BOOK else train_as_the_scripts
 
 
 def work(options):
@@ -152,14 +157,14 @@ def work(options):
             torch.accelerator.synchronize()
         dist.all_reduce(torch.zeros(1))
 
-    train_ddp.synthesize = train_manual_ddp.synthesize = functools.cache(
-        train_ddp.synthesize
-    )  # not for each contestant
-    names = WAYS | SYNCS if part == "steps" else FLAGS
+    images = functools.cache(train_ddp.synthesize)  # the same for all contestants
+    train_ddp.synthesize = train_manual_ddp.synthesize = images
+    train_ddp.say = train_manual_ddp.say = lambda *_: None
+    names = {"steps": WAYS | SYNCS, "twins": TWINS, "flags": FLAGS, "limit": [LIMIT]}[part]
     train = {name: make_contestant(name, args, device, (rank, local_rank, world_size)) for name in names}
     seconds = {name: [] for name in names}
     for round_ in range(-1, options.rounds):
-        for name in [*names][round_ % len(names) :] + [*names][: round_ % len(names)]:
+        for name in random.Random(round_).sample([*names], len(names)):  # the same order on all ranks
             meet()
             began = time.perf_counter()
             train[name]()
@@ -171,56 +176,64 @@ def work(options):
     dist.destroy_process_group()
 
 
-def measure_steps(part, backend, processes, threads, options):
+def check(result):
+    """Return the result of a command that has not failed; raise RuntimeError with what it says of itself."""
+    if result.returncode:
+        said = result.stderr.splitlines()
+        raise RuntimeError(next((line for line in said if "error: " in line or "Error: " in line), said[-1]))
+    return result
+
+
+def measure_steps(part, backend, processes, threads, options, rounds=None):
+    """Return the seconds a step of a part's contestants, a list of all rounds, by name."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
-        flags = ("--rounds", options.rounds, "--steps", options.steps, "--batch-size", options.batch_size)
+        flags = ("--rounds", rounds or options.rounds, "--steps", options.steps, "--batch-size", options.batch_size)
         command = (*start(processes), __file__, *flags, "--worker", part, backend, results)
-        result = run(command, gpu=True, timeout=None, **threads)
-        if result.returncode:
-            sys.exit(result.stderr)
+        check(run(command, gpu=True, timeout=None, **threads))
         return json.loads(results.read_text())
 
 
-def measure_script(script, processes, batch_size, size, threads):
+def measure_script(script, backend, processes, batch_size, size, threads):
     """Train an epoch of `size` samples; return the lines of --metrics as one dict."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics"
         flags = ("--dataset", "synthetic", "--epochs", 1, "--batch-size", batch_size, "--train-size", size)
-        result = launch(ROOT / script, *flags, "--metrics", metrics, nproc=processes, gpu=True, timeout=None, **threads)
-        if result.returncode:
-            sys.exit(result.stderr)
+        flags += ("--backend", backend, "--metrics", metrics)
+        check(launch(ROOT / script, *flags, nproc=processes, gpu=True, timeout=None, **threads))
         epoch, end = read_metrics(metrics)
         return end | epoch  # the samples/s of the training, without the evaluation
 
 
-def measure_start(processes, batch_size, threads):
+def measure_start(backend, processes, batch_size, threads):
     """Return the seconds from the launch of train_ddp.py to the end of its first step."""
-    size = processes * batch_size
-    flags = ("--dataset", "synthetic", "--batch-size", batch_size, "--train-size", size)
-    command = (*start(processes), ROOT / DDP, *flags)
+    flags = ("--dataset", "synthetic", "--batch-size", batch_size, "--train-size", processes * batch_size)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
+        command = (*start(processes), ROOT / DDP, *flags, "--backend", backend)
         with Background(*command, log=Path(folder) / "log", gpu=True, **threads) as job:
             job.wait_for("step 1/1", timeout=600)
             return time.perf_counter() - began
 
 
-def measure_scripts(worlds, threads, options):
-    """Return a list of one dict a round, in turns: see `print_scripts`."""
-    rounds, steps, most = [], 4 * options.steps, max(worlds)
+def measure_scripts(backend, worlds, threads, options):
+    """Return a list of one dict a round: what was measured, by kind and number of processes."""
+    most, batch = max(worlds), options.batch_size
+    size = 4 * options.steps * batch  # of an epoch of one process
+    measures = {
+        "weak": lambda n: measure_script(DDP, backend, n, batch, n * size, threads),
+        "strong": lambda n: measure_script(DDP, backend, n, batch * most // n, most * size, threads),
+        "twin": lambda n: measure_script(MANUAL, backend, n, batch, n * size, threads),
+        "start": lambda n: measure_start(backend, n, batch, threads),
+        "limit": lambda n: measure_steps("limit", backend, n, threads, options, rounds=1)[LIMIT][0],
+    }
+    turns = [(kind, n) for kind in measures for n in worlds if (kind, n) != ("strong", most)]  # which is weak as well
+    rounds = []
     for _ in range(max(1, options.rounds // 3)):
-        found = {"weak": {}, "strong": {}, "twin": {}, "start": {}}
-        for n in worlds:
-            size = steps * options.batch_size
-            found["weak"][n] = measure_script(DDP, n, options.batch_size, n * size, threads)
-            found["twin"][n] = measure_script(MANUAL, n, options.batch_size, n * size, threads)
-            found["start"][n] = measure_start(n, options.batch_size, threads)
-            if n == most:  # there, the same batches
-                found["strong"][n] = found["weak"][n]
-            else:
-                found["strong"][n] = measure_script(DDP, n, options.batch_size * most // n, most * size, threads)
-        rounds.append(found)
+        rounds.append({kind: {} for kind in measures})
+        for kind, n in random.sample(turns, len(turns)):
+            rounds[-1][kind][n] = measures[kind](n)
+        rounds[-1]["strong"][most] = rounds[-1]["weak"][most]
     return rounds
 
 
@@ -230,8 +243,9 @@ def spread(values, form="{:.0f}"):
     return f"{form.format(median)} ({form.format(low)} to {form.format(high)})"
 
 
-def median_ratio(values, others):
-    return statistics.median(value / other for value, other in zip(values, others, strict=True))
+def ratios(values, others):
+    """Return the ratio of each round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def print_table(title, head, rows):
@@ -242,25 +256,25 @@ def print_table(title, head, rows):
 
 def print_steps(title, seconds, names, reference):
     """Print a table of the contestants `names`, with their samples/s as multiples of those of `reference`."""
-    rows = [
-        (words, spread([1000 * s for s in seconds[name]]), f"{median_ratio(seconds[reference], seconds[name]):.3f}")
-        for name, words in names.items()
-    ]
+    rows = []
+    for name, words in names.items():
+        speed_up = spread(ratios(seconds[reference], seconds[name]), "{:.3f}")
+        rows.append((words, spread([1000 * s for s in seconds[name]]), speed_up))
     print_table(title, ("", "ms a step", "speed-up"), rows)
 
 
-def print_scripts(title, rounds, worlds, limits):
-    """`limits` maps a number of processes to the seconds a step without synchronisation."""
+def print_scripts(title, rounds, worlds):
+    """Print a table of what `measure_scripts` returns."""
     first, rows = worlds[0], []
     for kind, script in (("weak", DDP), ("strong", f"{DDP}, fixed global batch"), ("twin", MANUAL)):
         for n in worlds:
-            results, alone = ([found[kind][i] for found in rounds] for i in (n, first))
-            speeds, before = ([result["samples_per_second"] for result in part] for part in (results, alone))
-            limit = f"{median_ratio(limits[first], limits[n]):.0%}" if limits and kind != "strong" else "-"
-            memory = statistics.median(result["peak_memory_bytes"] for result in results) / 2**20
-            seconds = f"{spread([found['start'][n] for found in rounds], '{:.1f}')} s" if kind == "weak" else "-"
-            efficiency = f"{first / n * median_ratio(speeds, before):.0%}"
-            rows.append([script, str(n), spread(speeds), efficiency, limit, f"{memory:,.0f} MiB", seconds])
+            speeds, alone = ([found[kind][i]["samples_per_second"] for found in rounds] for i in (n, first))
+            efficiency = spread([first / n * ratio for ratio in ratios(speeds, alone)], "{:.0%}")
+            limits = ratios(*([found["limit"][i] for found in rounds] for i in (first, n)))
+            memory = max(found[kind][n]["peak_memory_bytes"] for found in rounds) / 2**20
+            begun = f"{spread([found['start'][n] for found in rounds], '{:.1f}')} s"
+            once = (spread(limits, "{:.0%}"), begun) if kind == "weak" else ("-", "-")
+            rows.append((script, str(n), spread(speeds), efficiency, once[0], f"{memory:,.0f} MiB", once[1]))
     head = ("script", "processes", "samples/s", "efficiency", "its limit", "peak memory of a process")
     print_table(title, (*head, "from launch to first step"), rows)
 
@@ -286,31 +300,35 @@ def main():
     if threads:
         print(f"CPU threads a process: {threads['OMP_NUM_THREADS']}, at every number of processes")
 
-    found, limits = {"machine": machine, "options": {key: str(value) for key, value in vars(options).items()}}, {}
+    problems = [f"more than {most} process{'es' * (most > 1)}: there are no more {'GPUs' if gpu else 'cores'}"]
+    problems += [] if gpu else ["GPUs, and so NCCL: there are none"]
+    problems += ["--compile: it needs a C++ compiler"] if "flags" in options.only and not COMPILER else []
+    found = {"machine": machine, "options": {key: str(value) for key, value in vars(options).items()}}
+
+    def measure(title, function, *arguments):
+        try:
+            found[title] = function(*arguments)
+        except RuntimeError as error:
+            problems.append(f"{title}: {error}")
+        return found.get(title)
+
     for backend in backends:
         for n in worlds if "steps" in options.only else ():
-            seconds = found[f"steps {backend} {n}"] = measure_steps("steps", backend, n, threads, options)
-            limits.setdefault(n, seconds[LIMIT])
             title = f"{n} process{'es' * (n > 1)}, {backend}"
-            print_steps(f"Synchronisation, {title}", seconds, SYNCS, DDP)
-            print_steps(f"What each change brings, {title}", seconds, WAYS, TEXTBOOK)
-        if "flags" in options.only:
-            n = max(worlds)
-            seconds = found[f"flags {backend} {n}"] = measure_steps("flags", backend, n, threads, options)
-            print_steps(f"Flags of train_ddp.py, {n} process{'es' * (n > 1)}, {backend}", seconds, FLAGS, DDP)
-    if "scripts" in options.only:
-        found["scripts"] = measure_scripts(worlds, threads, options)
-        print_scripts(f"Whole epochs, {backends[0]}", found["scripts"], worlds, limits)
+            if seconds := measure(title, measure_steps, "steps", backend, n, threads, options):
+                print_steps(f"Synchronisation, {title}", seconds, SYNCS, DDP)
+                print_steps(f"What each change brings, {title}", seconds, WAYS, TEXTBOOK)
+        for part, names, words in (("twins", TWINS, "The twins alone"), ("flags", FLAGS, "Flags of train_ddp.py")):
+            if part in options.only:
+                title = f"{words}, {max(worlds)} process{'es' * (max(worlds) > 1)}, {backend}"
+                if seconds := measure(title, measure_steps, part, backend, max(worlds), threads, options):
+                    print_steps(title, seconds, names, DDP)
+        if "scripts" in options.only:
+            title = f"Epochs of {4 * options.steps} steps, {max(1, options.rounds // 3)} in turns, {backend}"
+            if rounds := measure(title, measure_scripts, backend, worlds, threads, options):
+                print_scripts(title, rounds, worlds)
 
-    print()
-    for problem, there in {
-        "GPUs, and so NCCL: there are none": not gpu,
-        f"more than {most} process{'es' * (most > 1)}: there are no more {'GPUs' if gpu else 'cores'}": True,
-        "--compile: it needs a C++ compiler": not COMPILER and "flags" in options.only,
-        "the limit of whole epochs: it is one of the steps": "scripts" in options.only and not limits,
-    }.items():
-        if there:
-            print(f"not measured: {problem}")
+    print("", *(f"not measured: {problem}" for problem in problems), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(found))
 
