@@ -647,16 +647,15 @@ def mend_metrics(file, history):
 @contextlib.contextmanager
 def trace_steps(folder):
     """Give a profiler that writes a trace of PROFILED steps of each rank to `folder`, or None. Collective."""
+    if not folder:
+        return (yield None)
     problem, last = None, PROFILE_AFTER + PROFILED
     try:
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # better to learn now that it cannot be written to
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # better to learn now that it cannot be written to
     except OSError as error:
         problem = f"--profile: {error}"
     fail_together(problem)
-    if not folder:
-        return (yield None)
 
     def write(profiler):
         if profiler.step_num == last:  # else it was stopped before
