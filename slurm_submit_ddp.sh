@@ -135,4 +135,4 @@ code=$?
 echo "stopped early: requeued"
 trap - TERM
 scontrol requeue "$job" || fail 'stopped early, and not requeued: submit it again to go on'
-sleep infinity # until Slurm ends this script; if it ended first, the job would be over
+exec sleep infinity # until Slurm ends it: if it ended first, the job would be over. Not a child, or bash may log its end
