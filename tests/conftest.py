@@ -44,7 +44,9 @@ def run(command, cwd=ROOT, gpu=False, timeout=180, **env):
 
 def start(nproc=None, *flags):
     """Return the start of a command: `python`, or `torchrun` with its `flags`, which are --standalone by default."""
-    return [sys.executable] if nproc is None else [TORCHRUN, *(flags or ["--standalone"]), f"--nproc_per_node={nproc}"]
+    if nproc is None:  # threads wait for each other by spinning, which takes minutes when another test has their core
+        return ["env", "OMP_NUM_THREADS=1", sys.executable]
+    return [TORCHRUN, *(flags or ["--standalone"]), f"--nproc_per_node={nproc}"]
 
 
 def launch(*command, nproc=None, **options):

@@ -396,7 +396,8 @@ def on_two_nodes(tmp_path):
             for node, name in enumerate("ab"):
                 (tmp_path / name).mkdir(exist_ok=True)
                 torchrun = start(1, "--nnodes=2", *(flag.format(node=node, head=not node) for flag in how))
-                job = Background(*torchrun, *command, cwd=tmp_path / name, log=tmp_path / name / "log", **env)
+                env |= {"cwd": tmp_path / name, "log": tmp_path / name / "log", "OMP_NUM_THREADS": 1}
+                job = Background(*torchrun, *command, **env)
                 jobs.append(stack.enter_context(job))
             return jobs
 
@@ -439,7 +440,7 @@ def test_a_kill_on_one_of_two_nodes(undisturbed, flags, tmp_path, free_port, on_
     how = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-conf=is_host={head}")
     how += ("--local-addr=127.0.0.1", "--max-restarts=1")
     command = (ROOT / DDP, *flags, *saving(tmp_path))
-    jobs = on_two_nodes(*command, how=how, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, OMP_NUM_THREADS=1)
+    jobs = on_two_nodes(*command, how=how, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
     first, second = jobs
     first.wait_for(lambda: "epoch 1/2  step 7/" in first.output() + second.output())
     job, rank = next((job, rank) for job in jobs for rank in job.pids() if rank == 1)

@@ -44,7 +44,7 @@ def shell(command, *flags):
 def run_as_it_stands(command, *flags, **options):
     """Run a command of the README in a shell that has entered the virtual environment; `flags` come last."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return run(shell(command, *flags), PATH=path, **options)
+    return run(shell(command, *flags), PATH=path, OMP_NUM_THREADS=1, **options)
 
 
 def shape(text):

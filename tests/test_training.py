@@ -8,11 +8,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import conftest
 import pytest
-from conftest import ROOT, SCRIPTS, environment, launch, outcome, train
+from conftest import ROOT, SCRIPTS, environment, launch, outcome, start, train
 
 DDP, MANUAL = SCRIPTS
 EPOCH_KEYS = {
@@ -80,8 +79,8 @@ def test_plain_python_alone_in_an_empty_folder_twice_at_once(small_mnist, tmp_pa
         folder = tmp_path / script
         folder.mkdir()
         shutil.copy(ROOT / script, folder)
-        command = [sys.executable, script, "--data-dir", small_mnist, "--epochs", "1", "--batch-size", "50"]
-        env = environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        command = [*start(), script, "--data-dir", small_mnist, "--epochs", "1", "--batch-size", "50"]
+        env = environment() | {"PYTHONPATH": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         runs.append(subprocess.Popen(command, cwd=folder, env=env, **pipes))
     outputs = [process.communicate(timeout=180) for process in runs]
@@ -104,7 +103,7 @@ def test_a_log_file_gets_lines_and_a_terminal_gets_a_bar(small_mnist):
     log = launch(ROOT / DDP, *flags).stderr
     assert re.findall(r"step (\d+)/12", log) == ["5", "10", "12"]
     assert "\r" not in log
-    command = f"stty rows 24 cols 80; {shlex.join(map(str, (sys.executable, ROOT / DDP, *flags)))}"
+    command = f"stty rows 24 cols 80; {shlex.join(map(str, (*start(), ROOT / DDP, *flags)))}"
     terminal = conftest.run(["script", "--quiet", "--return", "--command", command, "/dev/null"])
     assert terminal.returncode == 0, terminal.stdout
     assert re.search(r"\repoch 1/1:.* 12/12 ", terminal.stdout), terminal.stdout
