@@ -13,11 +13,12 @@ import torch
 from conftest import DISTRIBUTED, ROOT, SCRIPTS, Background, errors, launch, start, write_idx, write_mnist
 
 import train_ddp
+import train_manual_ddp
 
 DDP, MANUAL = SCRIPTS
 SYNTHETIC = ("--dataset", "synthetic")
 
-MISTAKES = {  # flags: what the line says
+VALUES = {  # flags: what the line says
     ("--epochs", "-1"): "argument --epochs: '-1' is not a non-negative int below 2**31",
     ("--batch-size", "1"): "argument --batch-size: '1' is not an int above 1 below 2**31",
     ("--batch-size", "many"): "argument --batch-size: 'many' is not an int above 1",
@@ -28,6 +29,11 @@ MISTAKES = {  # flags: what the line says
     ("--clip-grad-norm", "-1"): "argument --clip-grad-norm: '-1' is not a non-negative float",
     ("--timeout", "0"): "argument --timeout: '0' is not a positive float",
     ("--train-size", "0"): "argument --train-size: '0' is not a positive int",
+    ("--save-every", "5"): "--save-every: where to? Give --checkpoint as well",
+}
+MISTAKES = {
+    ("--batch-size", "many"): VALUES["--batch-size", "many"],
+    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
     ("--train-size", "60001"): "--train-size 60001: there are 60000 training images",
     ("--batch-size", "70000"): "60000 training images, but a step takes 70000",
     ("--train-size", "100"): "100 training images, but a step takes 128",
@@ -38,8 +44,19 @@ MISTAKES = {  # flags: what the line says
     ("--dataset", "synthetic", "--profile", __file__): f"--profile: [Errno 17] File exists: '{__file__}'",
     ("--data-dir", "/proc/nowhere"): "no usable MNIST in /proc/nowhere/MNIST/raw",
     ("--data-dir", __file__): "Errno",
-    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
 }
+
+
+@pytest.mark.parametrize("flags", VALUES)
+def test_values_that_a_flag_does_not_take(flags, monkeypatch, capsys):
+    """The next test starts processes; here, there are too many for that."""
+    for script in (train_ddp, train_manual_ddp):
+        monkeypatch.setattr("sys.argv", ["", *flags])
+        with pytest.raises(SystemExit) as end:
+            script.parse_args()
+        assert end.value.code == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"{script.__name__}.py: error: {VALUES[flags]}") and line.count("\n") == 1
 
 
 def test_mistakes_on_the_command_line(subtests):

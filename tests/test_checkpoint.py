@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -16,12 +17,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, Background, environment, errors, launch, outcome, read_metrics, run, start, train
 from soak import disturb
 
 import train_ddp
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
 
 DDP, MANUAL = SCRIPTS
 SPY = ROOT / "tests" / "spy.py"
@@ -30,20 +34,18 @@ STOPPED = "stopped by a signal in epoch"
 
 @pytest.fixture(scope="module")
 def flags(small_mnist):
-    """Two epochs, of 18 steps each at two processes."""
-    return ("--data-dir", small_mnist, "--batch-size", 16, "--epochs", 2, "--log-interval", 1)
+    """Two epochs, of 10 steps each at two processes."""
+    return ("--data-dir", small_mnist, "--train-size", 320, "--batch-size", 16, "--epochs", 2, "--log-interval", 1)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(flags, tmp_path_factory):
     """Return the outcome of a whole run: undisturbed(script, nproc), where the twins end alike but at three."""
-    known = {}
 
-    def undisturbed(script, nproc):
-        if (script, nproc) not in known:
-            metrics = tmp_path_factory.mktemp("undisturbed") / "m"
-            known[script, nproc] = outcome(train(script, *flags, nproc=nproc, metrics=metrics).metrics)
-        return known[script, nproc]
+    @functools.cache
+    def undisturbed(script, nproc, *others):
+        metrics = tmp_path_factory.mktemp("undisturbed") / "m"
+        return outcome(train(script, *flags, *others, nproc=nproc, metrics=metrics).metrics)
 
     return undisturbed
 
@@ -68,15 +70,15 @@ def catches(pid, number):
 
 def test_kills_at_any_moment(undisturbed, flags, tmp_path, free_port):
     """The README's soak test does the same to train_ddp.py."""
-    kills, nproc = 3, 3
+    kills, nproc, longer = 3, 3, ("--train-size", 600)
     command = start(nproc, "--nnodes=1", f"--master-port={free_port}", f"--max-restarts={kills}")  # one for each
-    with Background(*command, ROOT / MANUAL, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
+    with Background(*command, ROOT / MANUAL, *flags, *longer, *saving(tmp_path), log=tmp_path / "log") as job:
         disturb(job, nproc, kills, 2.5, random.Random(37))  # with these numbers, rank 0 and another one die
         assert job.wait() == 0, job.output()
         output = job.output()
     assert "going on from" in output
-    assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(MANUAL, nproc)
-    steps = [18 * int(epoch) + int(step) for epoch, step in re.findall(r"epoch (\d)/2  step (\d+)/", output)]
+    assert outcome(read_metrics(tmp_path / "m.jsonl")) == undisturbed(MANUAL, nproc, *longer)
+    steps = [12 * int(epoch) + int(step) for epoch, step in re.findall(r"epoch (\d)/2  step (\d+)/", output)]
     back = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
     assert max(back, default=0) <= 5, steps  # --save-every; none is lost if the kill comes right after a save
 
@@ -99,11 +101,11 @@ def test_a_kill_while_rank_0_writes(undisturbed, flags, tmp_path):
 
 def test_a_killed_torchrun_leaves_no_orphans_and_a_second_start_goes_on(undisturbed, flags, tmp_path):
     with Background(*start(2), ROOT / MANUAL, *flags, *saving(tmp_path), log=tmp_path / "log") as job:
-        job.wait_for("epoch 1/2  step 8/")
+        job.wait_for("epoch 1/2  step 6/")
         job.process.kill()
         assert finish(MANUAL, 2, flags, tmp_path) == undisturbed(DDP, 2)
         assert not job.pids()
-        assert "epoch 2/2  step 18/" not in job.output()  # they did not end by having finished
+        assert "epoch 2/2  step 10/" not in job.output()  # they did not end by having finished
 
 
 def everyone(job, number):
@@ -146,8 +148,9 @@ def test_a_signal_during_the_start_and_during_an_evaluation(flags, tmp_path):
             job.kill(rank, signal.SIGUSR1)
         assert job.wait() == 0, job.output()
         assert f"{STOPPED} 1, after 32 samples" in job.output()
-    # 10,000 test images take seconds. Then, the epoch is complete: the stop comes after a step of the next one.
-    flags = ("--dataset", "synthetic", "--train-size", 128, "--batch-size", 32, "--epochs", 2, "--log-interval", 1)
+    # So many test images take seconds. Then, the epoch is complete: the stop comes after a step of the next one.
+    data = conftest.write_mnist(tmp_path / "data", train=128, test=2500)
+    flags = ("--data-dir", data, "--batch-size", 32, "--epochs", 2, "--log-interval", 1)
     command = (*start(2), ROOT / DDP, *flags, "--checkpoint", tmp_path / "evaluation.pt")
     for epoch in (1, 2):
         with Background(*command, log=tmp_path / "log") as job:
@@ -192,18 +195,21 @@ def test_a_stop_without_a_checkpoint(flags, tmp_path):
 @pytest.mark.parametrize(("script", "before", "after"), [(MANUAL, 2, 1), (DDP, 1, 2), (DDP, 2, 3)])
 def test_another_world_size_uses_each_sample_once(script, before, after, flags, tmp_path):
     command = (SPY, ROOT / script, *flags, "--epochs", 1, *saving(tmp_path))
-    spy = {"SPY": tmp_path, "TRAIN_IMAGES": 600}
+    images = 320
+    spy = {"SPY": tmp_path, "TRAIN_IMAGES": images}
     with Background(*start(before), *command, log=tmp_path / "log", **spy) as job:
         job.wait_for(lambda: 0 in job.pids() and catches(job.pids()[0], signal.SIGUSR1))
         job.kill(0, signal.SIGUSR1)
         assert job.wait() == 0, job.output()
     result = launch(*command, nproc=after, **spy)
-    left = (600 // after * after - 16 * before) // (16 * after)  # steps
+    left = (images // after * after - 16 * before) // (16 * after)  # steps
     used = 16 * before + left * 16 * after
-    assert f"{16 * before} samples are used: {left} steps to go, {600 - used} samples will be left out" in result.stderr
+    assert (
+        f"{16 * before} samples are used: {left} steps to go, {images - used} samples will be left out" in result.stderr
+    )
     assert f"processes {before} -> {after}" in result.stderr
     read = [int(line) for path in tmp_path.glob("rank*") for line in path.read_text().split()]
-    order = torch.randperm(600, generator=torch.Generator().manual_seed(0)).tolist()  # torch's, of epoch 0
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist()  # torch's, of epoch 0
     assert sorted(read) == sorted(order[:used])
 
 
@@ -258,7 +264,7 @@ DAMAGES = {  # what was done to the file, or flags that do not fit it: what the 
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "another model": (with_other_model, "size mismatch for conv1.weight"),
     "--seed 1": (None, "--seed 0 -> 1"),
-    "--train-size 500": (None, "--train-size 600 -> 500"),
+    "--train-size 300": (None, "--train-size 320 -> 300"),
     "--dataset synthetic": (None, "--dataset mnist -> synthetic"),
 }
 
@@ -321,6 +327,7 @@ def test_two_runs_of_one_file(flags, tmp_path):
     command = (ROOT / DDP, *flags, "--epochs", 1000, *saving(tmp_path))
     with Background(*start(), *command, log=tmp_path / "log") as job:
         job.wait_for("step 1/")
+        job.process.send_signal(signal.SIGSTOP)  # it keeps its lock, and leaves the CPU to other tests
         (line,) = errors(launch(*command))
         assert f"another run is using {tmp_path}/ck.pt" in line
         assert job.process.poll() is None
@@ -362,7 +369,7 @@ def test_finished_and_more_epochs(saved, flags, tmp_path):
     assert "; --epochs 1 -> 2; --batch-size 16 -> 20; --lr 0.003 -> 0.001" in line
     lines = read_metrics(metrics)
     assert [entry.get("epoch") for entry in lines] == [1, None, 2, None]
-    assert lines[2]["step"] == 600 // 16 + 600 // 20
+    assert lines[2]["step"] == 320 // 16 + 320 // 20
     assert link.is_symlink()
 
 

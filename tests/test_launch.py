@@ -19,8 +19,7 @@ LAUNCHER = ROOT / "launch_multinode_ddp.sh"
 WORKER = f"-u {ROOT / SCRIPTS[0]}"  # how torchrun calls it
 ODD = 'it\'s "odd" * $HOME; true'  # as the name of a file
 
-
-pytestmark = pytest.mark.usefixtures("torchrun_on_path")
+pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.usefixtures("torchrun_on_path")]
 
 
 @pytest.fixture(scope="module")

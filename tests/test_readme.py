@@ -104,7 +104,7 @@ def test_training_command(command, small_mnist, copy):
 
 
 def test_the_soak_command(small_mnist):
-    result = run_as_it_stands(SOAK, "--data-dir", small_mnist, "--batch-size", 16, "--kills", 2)
+    result = run_as_it_stands(SOAK, "--data-dir", small_mnist, "--train-size", 320, "--batch-size", 16, "--kills", 2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(set(re.findall("weights sha256 [0-9a-f]{64}", result.stdout))) == 1
     assert result.stdout.count(" killed ") == 2
@@ -163,7 +163,7 @@ LEFT_OUT = {  # what is taken out of train_ddp.py, what takes its place, and wha
         "(lambda *_, **__: None)(",
         "ValueError: Default process group has not been initialized",
     ),
-    "sampler": (r"(?<= DistributedSampler\(train_set, )", "1, 0, ", "steps per epoch 18\n"),
+    "sampler": (r"(?<= DistributedSampler\(train_set, )", "1, 0, ", "steps per epoch 4\n"),  # of 2
     "ddp": (r"DistributedDataParallel\(model, .*\)", "model", DIFFERENT),
     "broadcast": (r"dist\.broadcast\(buffer, src=0\)", "pass", DIFFERENT),
     "evaluation": (r"dist\.all_reduce\(totals\)", "pass", "of 51 test images\n"),
@@ -177,7 +177,7 @@ def test_what_happens_without_it(name, small_mnist, tmp_path):
     source, count = re.subn(lines, instead, (ROOT / DDP).read_text())
     assert count == 1
     (tmp_path / DDP).write_text(source)
-    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 1)
+    flags = ("--data-dir", small_mnist, "--train-size", 128, "--batch-size", 32, "--epochs", 1)
     flags += ("--checkpoint", "ck.pt", "--save-every", 1) if name == "rank 0" else ()
     result = launch(DDP, *flags, nproc=2, cwd=tmp_path)
     assert symptom in result.stdout + result.stderr
