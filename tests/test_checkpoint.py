@@ -25,8 +25,6 @@ from soak import disturb
 
 import train_ddp
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 DDP, MANUAL = SCRIPTS
 SPY = ROOT / "tests" / "spy.py"
 STOPPED = "stopped by a signal in epoch"

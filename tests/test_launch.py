@@ -19,7 +19,8 @@ LAUNCHER = ROOT / "launch_multinode_ddp.sh"
 WORKER = f"-u {ROOT / SCRIPTS[0]}"  # how torchrun calls it
 ODD = 'it\'s "odd" * $HOME; true'  # as the name of a file
 
-pytestmark = [pytest.mark.xdist_group("launch"), pytest.mark.usefixtures("torchrun_on_path")]
+
+pytestmark = pytest.mark.usefixtures("torchrun_on_path")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,8 @@ def test_dry_run(network):
         return network.nodes[0].must(LAUNCHER, *arguments, "--dry-run", "--", "a b")
 
     assert shlex.split(dry())[-1] == "a b"
+    for processes in ("gpu", "cpu", "auto"):
+        assert f"torchrun --nproc-per-node={processes} --standalone " in dry("--nproc-per-node", processes)
     one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--env", "A=x y")
     assert shlex.split(one)[:4] == ["env", "GLOO_SOCKET_IFNAME=eth0", "A=x y", "torchrun"]
     one = dry("--nnodes=2", "--node-rank=0", "--master-addr=node0", "--interface=eth0")

@@ -56,9 +56,15 @@ def shape(text):
     return re.sub(r"\d[\d.,e+-]*\w*", "0", text)
 
 
+# Lines that a run has or has not: of torch's sockets, of Slurm, and of torchruns that lose each other when all is done
+# (pytorch#69520), with what torch adds to that.
+BY_CHANCE = r"socket\.cpp|DUE TO JOB REQUEUE|^(node\d: )?\.*$"
+BY_CHANCE += r"|elastic/agent/server/api\.py|TCPStore\.cpp|^(node\d: )?(frame #|Exception raised from recv|<omitting)"
+
+
 def shapes(lines):
     """Return the shapes of lines of two nodes, which may come in any order, and more or fewer of each."""
-    return {shape(line) for line in lines if not re.search(r"socket\.cpp|DUE TO JOB REQUEUE|^(node\d: )?\.*$", line)}
+    return {shape(line) for line in lines if not re.search(BY_CHANCE, line)}
 
 
 def shown_after(command):

@@ -12,8 +12,6 @@ import pytest
 from cluster import HOSTS, SLURM, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, weights
 
-pytestmark = pytest.mark.xdist_group("slurm")
-
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 SMALL = ("--batch-size", 50, "--log-interval", 1)
 TWO_PROCESSES = ("--gpus-per-node=1", "--cpus-per-task=1")  # one on each of two nodes
