@@ -203,6 +203,7 @@ def real_mnist():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: -item.path.stat().st_size)  # long files first, so that both processes end together
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
