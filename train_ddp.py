@@ -10,8 +10,8 @@ ranks average their gradients, so all take the same optimizer step and stay equa
 carries the gradients between GPUs, Gloo between CPUs.
 
 train_manual_ddp.py is this script with DistributedSampler and DistributedDataParallel
-written out by hand. Their diff is the lesson; with two processes both end on the same bits.
-To train your own model on your own data, change `build_model` and `load_data`.
+written out by hand. Their diff is the lesson; with two processes on CPUs, both end on the same
+bits. For your own model and data, change `build_model`, `load_data` and `load_batches`.
 """
 
 import argparse
@@ -80,11 +80,11 @@ def parse_args():
 
 
 def setup(args):
-    """Join the process group. Return this process's rank, local rank, the world size and its device."""
-    # torchrun sets these. Without it, this is a world of one process; port 0 is any free one.
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | os.environ
-    rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in alone)
+    """Join the process group. Return rank, local rank (the number on this node: its GPU), world size and device."""
+    # torchrun sets these. Without it, the defaults make a world of one process; port 0 is any free one.
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= defaults | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | os.environ
+    rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in defaults)
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device and device.type != "mps":  # Apple's GPUs have no backend: there, train on the CPU
@@ -94,8 +94,8 @@ def setup(args):
         torch.accelerator.set_device_index(local_rank)
     else:
         device = torch.device("cpu")
-        # torchrun gives each process one thread, and cores idle: share them. Any other number is the user's, and under
-        # Slurm it is the batch script's.
+        # torchrun gives each process one thread, and cores idle: share them. Any other number is the user's choice, and
+        # under Slurm the batch script's.
         if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1" and "SLURM_JOB_ID" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // local_world_size))
@@ -107,15 +107,15 @@ def setup(args):
         # Die with torchrun (1 is PR_SET_PDEATHSIG): an orphan would write over the checkpoint of the next run.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     timeout = timedelta(seconds=args.timeout)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # keys and values, at MASTER_ADDR:MASTER_PORT
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # After a restart on one node, torchrun's store still holds the addresses of the dead: use other keys in it.
+        # After a restart, it still holds the addresses of the dead: take new keys. (Several nodes count differently.)
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = args.backend or dist.get_default_backend_for_device(device)
     bound = None if device.type == "cpu" else device  # or NCCL would guess which GPU is whose
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads"
-    print(f"rank {rank} of {world_size} on {place}, {backend}, torch {torch.__version__}", file=sys.stderr)
+    sys.stderr.write(f"rank {rank} of {world_size} on {place}, {backend}, torch {torch.__version__}\n")
     return rank, local_rank, world_size, device
 
 
@@ -145,7 +145,7 @@ def load_data(args, rank, local_rank, device):
     sets, datasets = None, []
     if args.dataset == "synthetic":
         sets = synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)
-    # Rank 0 first, then one rank of each node, then all: so no file is downloaded twice.
+    # In three rounds, rank 0, then local rank 0 of each node, then all: so no file is downloaded twice.
     for my_turn in (rank == 0, local_rank == 0, True):
         if my_turn and not sets:
             sets = read_mnist(args.data_dir)
@@ -160,9 +160,10 @@ def load_data(args, rank, local_rank, device):
 def load_batches(dataset, indices, device, args):
     """Yield the samples with these indices in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
     batches = BatchSampler(indices, args.batch_size, drop_last=False)
-    # Here a batch is one indexing of tensors. A data set of files takes workers, and collates single samples:
-    # DataLoader(dataset, batch_sampler=batches, num_workers=4, pin_memory=True)
-    for images, labels in DataLoader(dataset, sampler=batches, batch_size=None):
+    # Here dataset[indices] is a whole batch. A data set of files gives single samples, which workers collate:
+    # DataLoader(dataset, batch_sampler=batches, num_workers=4, pin_memory=True, generator=torch.Generator())
+    # The loader has a generator of its own, so that it takes nothing from what the model draws.
+    for images, labels in DataLoader(dataset, sampler=batches, batch_size=None, generator=torch.Generator()):
         yield images.to(device), labels.to(device)
 
 
@@ -185,14 +186,13 @@ stop_signals = []  # those that have reached this process: at the next report, a
 
 def on_signal(number, frame):
     stop_signals.append(number)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on, Ctrl-C ends the process at once
 
 
 def save_checkpoint(args, model, optimizer, place):
     """Replace the file of --checkpoint, on rank 0: it is whole at any moment, the old one or the new one."""
-    finite = all(tensor.isfinite().all() for tensor in model.state_dict().values())
-    if dist.get_rank() != 0 or not args.checkpoint or not finite:  # if not finite, the next report ends the run
-        return
+    if dist.get_rank() != 0 or not args.checkpoint or not all(t.isfinite().all() for t in model.state_dict().values()):
+        return  # what is not finite must not replace what is
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "place": place}
     state["args"] = {name: str(value) for name, value in vars(args).items()}
     temporary = f"{args.checkpoint}.tmp"
@@ -229,7 +229,7 @@ def train_step(model, optimizer, batches, args):
     """Take one optimizer step over `accum_steps` batches. Return this rank's mean loss, a float32 on its device."""
     mean_loss = 0
     for i, (images, labels) in enumerate(batches, 1):
-        # Until the last batch of the step, gradients only add up on this rank.
+        # The last backward() of a step sends gradients to the other ranks; before, they only add up on this one.
         with contextlib.nullcontext() if i == args.accum_steps else model.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = model(images)
@@ -246,7 +246,7 @@ def train_step(model, optimizer, batches, args):
 
 @torch.no_grad()
 def evaluate(model, test_set, device, args):
-    """Return the --metrics of the test set. `model` is the bare module, as DDP's forward may wait for other ranks."""
+    """Return the --metrics of the test set. `model` is the bare module, as ranks may differ in number of batches."""
     # Each image counts once. A DistributedSampler would give some to two ranks, so that all have equally many.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank has seen other images
@@ -281,7 +281,7 @@ def main():
         if rank == 0:
             print(line, file=file, flush=True)
 
-    # On rank 0 only, else every rank would write each line. (A folder that is not there is found here.)
+    # Rank 0 writes, else every rank would write each line. (A missing folder ends the run here, not after an epoch.)
     metrics = (args.metrics if args.metrics and rank == 0 else Path(os.devnull)).open("a", buffering=1)
 
     train_set, test_set = load_data(args, rank, local_rank, device)
@@ -290,29 +290,29 @@ def main():
     if not steps:
         sys.exit(f"a step takes {global_batch} samples, but there are {len(train_set)}: lower --batch-size")
     say(f"global batch {global_batch} = {world_size} processes x {args.batch_size} samples x {args.accum_steps} passes")
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # every W-th image of one shuffled order
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # every W-th of one order
 
     torch.manual_seed(args.seed)
     model = build_model().to(device)
     if args.compile:
         model.compile()
     peak_lr = args.lr * (global_batch / 256 if args.scale_lr else 1)
-    # The default second beta, 0.999, averages over a thousand steps, more than this run has.
+    # The default second beta, 0.999, averages over a thousand steps, as many as the whole run has.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     epoch, samples, mean_loss = load_checkpoint(args, model, optimizer)
-    done = math.ceil(samples / global_batch)  # steps of this epoch; rounded up after one of another global batch
+    done = min(steps, math.ceil(samples / global_batch))  # of this epoch; rounded up if the global batch has changed
     if epoch or done:
         say(f"going on from {args.checkpoint} after {epoch} epochs and {done} of {steps} steps")
-    # All ranks take the weights of rank 0. From then on, they stay equal, as gradients are averaged in each step.
+    # All ranks take the weights of rank 0. From then on they stay equal, as each step averages the gradients.
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # once in `evaluate` is enough, in every forward it costs time
+    ddp.broadcast_buffers = False  # `evaluate` does it; in every forward it costs time (as an argument, it warns)
 
     profiler = None
     if args.profile:
         write = tensorboard_trace_handler(args.profile, f"rank{rank}", use_gzip=True)
         profiler = profile(schedule=schedule(wait=4, warmup=1, active=3, repeat=1), on_trace_ready=write)
         profiler.start()
-    if args.checkpoint:  # without, there is nothing to save, and a signal just ends the process
+    if args.checkpoint:  # else there is nothing to save, and a signal ends the process (Slurm's script sends USR1)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, on_signal)
     start = time.perf_counter()
@@ -325,7 +325,7 @@ def main():
         model.train()
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
         batches = load_batches(train_set, list(sampler)[done * global_batch // world_size :], device, args)
-        first = done
+        first = done  # steps that an earlier run has taken
         loss_sum = mean_loss * done
         report = torch.zeros(2, dtype=torch.float64, device=device)
         epoch_start = last_report = time.perf_counter()
@@ -345,12 +345,12 @@ def main():
                 profiler.step()
             save_now = args.save_every and (epoch * steps + step) % args.save_every == 0
             if step % args.log_interval and step < steps and not save_now:
-                continue
+                continue  # all ranks alike, else some would wait in the all-reduce below for ever
 
             # A report: one all-reduce tells every rank the loss of all, and whether any was asked to stop.
             report[1] = len(stop_signals)
             dist.all_reduce(report)
-            loss, stop = report.tolist()
+            loss, stop = report.tolist()  # loss: the mean over the ranks, summed over the steps since the last report
             report.zero_()
             if not math.isfinite(loss):
                 sys.exit(f"loss {loss} in epoch {epoch + 1}, step {step}: try a lower --lr, or --clip-grad-norm 1")
