@@ -45,9 +45,8 @@ echo "processes per node: $processes, CPU threads per process: $OMP_NUM_THREADS"
 srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --node-rank=$SLURM_NODEID "$@"' _ \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
     --master-addr="$master" --master-port="$port" "$script" "$@" &
-srun=$!
+srun=$! stopped=''
 
-stopped=''
 save_and_stop() {
     echo 'time is nearly up: saving'
     stopped=yes
