@@ -26,6 +26,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
 FORKSERVER.set_forkserver_preload(["conftest", "train_ddp", "torch._dynamo"])
 
@@ -33,7 +34,6 @@ FORKSERVER.set_forkserver_preload(["conftest", "train_ddp", "torch._dynamo"])
 def environment(gpu=False, network=False, **changes):
     """Return this process's environment, made independent of who started the tests, with `changes`."""
     env = {name: value for name, value in os.environ.items() if name not in TORCHRUNS}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"  # as in an activated virtual environment
     # Nothing listens there: a test that would download fails at once, on every machine.
     env |= {} if network else dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     env |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}

@@ -15,7 +15,7 @@ HERE = "/run/here"  # on no other host than login
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory, torchrun_on_path):
+def network(tmp_path_factory):
     require(*TOOLS)
     with Network.up(tmp_path_factory.mktemp("network")) as network:
         network.login.must("ln", "-s", Path(TORCHRUN).parent, HERE)
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_line(arguments):
     assert result.stderr == f"launch_multinode_ddp.sh: error: {MISTAKES[arguments]}\n"
 
 
-def test_what_is_printed(torchrun_on_path):
+def test_what_is_printed():
     def printed(*flags):
         return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0).stdout)
 

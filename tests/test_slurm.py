@@ -12,7 +12,7 @@ NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory, torchrun_on_path):
+def slurm(tmp_path_factory):
     require(*TOOLS, "sbatch", "slurmctld", "slurmd")
     with Slurm.up(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
