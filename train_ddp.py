@@ -125,7 +125,7 @@ def read_mnist(folder):
     try:
         sets = [MNIST(folder, train, download=True) for train in (True, False)]
     except Exception as error:  # a damaged file makes torchvision raise nearly anything
-        advice = "put the four .gz files there, or use --dataset synthetic"
+        advice = "put the four .gz files there, or use --dataset synthetic; delete damaged files"
         sys.exit(f"no usable MNIST in {folder}/MNIST/raw: {advice}. {error!r}")
     return [(part.data, part.targets) for part in sets]
 
