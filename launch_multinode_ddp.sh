@@ -13,7 +13,7 @@
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
-# Variables NCCL_*, GLOO_*, TORCH_*, CUDA_* and OMP_* of this shell become part of each command.
+# Exported variables NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go to all nodes.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
@@ -23,7 +23,7 @@ check_number() { # flag, value, least, most
 
 nproc_per_node=1 script=train_ddp.py nnodes='' node_rank='' master_addr='' master_port=29500
 hosts='' interface='' dry_run='' torchrun=torchrun
-(($#)) || nnodes=2 # an example
+(($#)) || nnodes=2 # without arguments, print an example
 while (($#)) && [[ $1 != -- ]]; do
     [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}" # --flag=value
     case ${1//_/-} in
@@ -50,7 +50,7 @@ check_number --master-port "$master_port" 1 65535
 [[ -e $script ]] || script=$(dirname "$0")/$script
 [[ -e $script ]] || fail "there is no script $script"
 [[ ! $interface ]] || export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
-mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|TORCH|CUDA|OMP)_')
+mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|PYTORCH|TORCH|CUDA|OMP)_')
 
 command_of() { # print the command of node $1, quoted for a shell
     local meet=("--nnodes=$nnodes" "--node-rank=$1" "--master-addr=${master_addr:-$HOSTNAME}")
@@ -67,16 +67,16 @@ if [[ $dry_run || ${#hosts[@]} -eq 0 && $nnodes -gt 1 && ! $node_rank ]]; then
     exit
 elif ((${#hosts[@]} == 0)); then
     [[ $master_addr || $nnodes == 1 ]] || fail '--node-rank needs --master-addr, too'
-    eval "exec env $(command_of "${node_rank:-0}")"
+    eval "exec env $(command_of "${node_rank:-0}")" # as it is printed
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then stops torchrun, which lets the training save, and kills what is left after 30 s.
+# host then sends torchrun a SIGTERM; it lets the training save, and kills what is left after 30 s.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=()
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
-trap '' HUP INT TERM # for ssh: a terminal signals it, too, but the training has yet to save
+trap '' HUP INT TERM # inherited by ssh: a terminal signals it, too, before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
     (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | sed -u "s/^/${hosts[node]}: /") <&3 &

@@ -7,9 +7,9 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# The last one saves before its time is up, is requeued, and goes on. Flags of sbatch, such as
-# --partition and --account, win over the lines below; --gres=gpu:8 is as good as --gpus-per-node=8.
-# Submit it from the directory of the training script, which has to be there on all nodes.
+# The last one saves 120 s before its time is up, is requeued (ten times at most), and goes on; a
+# training that fails is not requeued. Flags of sbatch, such as --partition and --gres=gpu:8, win
+# over the lines below. Submit it in the directory of the training script, which all nodes see.
 
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
@@ -20,18 +20,17 @@
 #SBATCH --open-mode=append       # a requeued job goes on in the same log
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
-set -uo pipefail
-
 # The job has the environment of the shell that called sbatch. To use another one, load it here:
-# module load cuda; source .venv/bin/activate; export GLOO_SOCKET_IFNAME=eth0
+# module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
+set -uo pipefail # only now, as the scripts of conda and modules do not bear it
 script=${SCRIPT:-train_ddp.py}
 processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-cpus=$((SLURM_CPUS_PER_TASK / processes))
-# Without this, torch would start a thread for each core of the node, even for those of other jobs.
+cpus=$((${SLURM_CPUS_PER_TASK:-1} / processes))
+# Where this is unset, torch starts one thread per process, or one for each core of the whole node.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take over sbatch's --cpus-per-task
-unset SLURM_GPUS_PER_NODE                      # srun would prefer it to the --gres of sbatch
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it over from sbatch
+unset SLURM_GPUS_PER_NODE                           # srun would prefer it to the --gres of sbatch
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
@@ -50,7 +49,7 @@ srun=$! stopped=''
 save_and_stop() {
     echo 'time is nearly up: saving'
     stopped=yes
-    scancel --signal=USR1 "$SLURM_JOB_ID.0" # to all processes that srun has started
+    scancel --signal=USR1 "$SLURM_JOB_ID.0" # to all processes of step 0, the srun above
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1
@@ -60,7 +59,7 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 wait "$srun"
 code=$?
-# After a preemption with a grace time, Slurm leaves it to the job to stop, and to be requeued.
+# Slurm does not requeue a job that ends by itself in the grace time of a preemption.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *PreemptTime=[0-9]* ]] || stopped=yes code=0
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to go on' && exit 1; }

@@ -179,9 +179,8 @@ class ManualDistributedSampler:
 def load_batches(dataset, indices, device, args):
     """Yield the samples with these indices in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
     batches = BatchSampler(indices, args.batch_size, drop_last=False)
-    # Here dataset[indices] is a whole batch. A data set of files gives single samples, which workers collate:
-    # DataLoader(dataset, batch_sampler=batches, num_workers=4, pin_memory=True, generator=torch.Generator())
-    # The loader has a generator of its own, so that it takes nothing from what the model draws.
+    # Here dataset[indices] is a whole batch. A data set of files gives single samples, which workers collate: see
+    # "Your own model and data" in the README. Without a generator, a loader draws from the model's random numbers.
     for images, labels in DataLoader(dataset, sampler=batches, batch_size=None, generator=torch.Generator()):
         yield images.to(device), labels.to(device)
 
@@ -211,7 +210,7 @@ def on_signal(number, frame):
 def save_checkpoint(args, model, optimizer, place):
     """Replace the file of --checkpoint, on rank 0: it is whole at any moment, the old one or the new one."""
     if dist.get_rank() != 0 or not args.checkpoint or not all(t.isfinite().all() for t in model.state_dict().values()):
-        return  # what is not finite must not replace what is
+        return  # never replace a checkpoint by one that is not finite
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "place": place}
     state["args"] = {name: str(value) for name, value in vars(args).items()}
     temporary = f"{args.checkpoint}.tmp"

@@ -25,7 +25,7 @@ WORDS = {  # what a command begins with: flags that make it short, and what it p
     "python tests/benchmark.py": ("--processes 2 --rounds 1 --steps 1 --batch-size 8", "| --sync per-parameter | "),
     "python tests/overlap.py": ("", "```mermaid\ngantt\n"),
     "python tests/soak.py": ("--kills 1 --train-size 320 --batch-size 16 --data-dir DATA", "\n1 kills: "),
-    "./launch_multinode_ddp.sh --nnodes": ("", "\ntorchrun --nnodes=2 --node-rank=1 --master-addr=node0 "),
+    "./launch_multinode_ddp.sh --nnodes": ("", "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 "),
     "./launch_multinode_ddp.sh --hosts": ("", "--node-rank=1"),  # as a dry run, there are no such hosts
 }
 TRAINING = "--train-size 512 --batch-size 32 --epochs 1 --data-dir DATA", "the same on every rank"
