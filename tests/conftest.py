@@ -205,12 +205,6 @@ def small_mnist(tmp_path_factory):
     return write_mnist(tmp_path_factory.mktemp("mnist"))
 
 
-@pytest.fixture(scope="session")
-def real_mnist():
-    """The folder of the real MNIST, from the environment variable MNIST_DIR."""
-    return os.environ.get("MNIST_DIR") or pytest.skip("MNIST_DIR does not name the folder that holds MNIST/raw")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     """On CI, only a GPU may be missing: there, any other skipped test has failed."""
