@@ -12,13 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = DDP, MANUAL = "train_ddp.py", "train_manual_ddp.py"
@@ -41,11 +40,9 @@ def environment(gpu=False, network=False, **changes):
 
 
 def run(command, cwd=ROOT, gpu=False, timeout=180, **env):
-    """Run a command to its end; return the CompletedProcess, its output decoded but otherwise as it is."""
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
-    result = subprocess.run([*map(str, command)], cwd=cwd, env=environment(gpu, **env), timeout=timeout, **pipes)
-    result.stdout, result.stderr = result.stdout.decode(), result.stderr.decode()
-    return result
+    """Run a command to its end; return the CompletedProcess, its output as text."""
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=environment(gpu, **env), **options)
 
 
 def start(nproc=None, *flags):
@@ -60,66 +57,56 @@ def launch(*command, nproc=None, **options):
     return run([*start(nproc), *command], **options)
 
 
-class Job:
-    """Processes that run while the test does something to them; leaving `with` kills what is left of them."""
+class Background:
+    """A command, such as torchrun, and all that it has started; leaving `with` kills what is left of them."""
+
+    def __init__(self, *command, log, cwd=ROOT, **env):
+        self.log = log
+        env = environment(**env, TEST_LOG=log)  # all that the command starts has this variable, too
+        with log.open("w") as file:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            self.process = subprocess.Popen([*map(str, command)], cwd=cwd, env=env, **pipes)
 
     def __enter__(self):
         return self
 
+    def __exit__(self, failed, *_):
+        while pids := self.pids():
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.wait()
+        if failed and self.log.is_file():
+            print(self.output())  # which pytest shows
+
+    def pids(self):
+        """Return the ids of the processes that are left, by rank; None is torchrun's."""
+        found = {}
+        for process in psutil.process_iter(["environ"]):
+            variables = process.info["environ"] or {}
+            if variables.get("TEST_LOG") == str(self.log):
+                rank = variables.get("RANK")
+                found[rank and int(rank)] = process.pid
+        return found
+
+    def kill(self, rank, how=signal.SIGKILL):
+        os.kill(self.pids()[rank], how)
+
     def output(self):
-        return self.log.read_text()
+        return self.log.read_bytes().decode()
 
     def wait_for(self, what, timeout=120):
         """Wait until a pattern is in the output, or a function returns something."""
         look = what if callable(what) else lambda: re.search(what, self.output())
         deadline = time.monotonic() + timeout
         while not (found := look()):
-            assert time.monotonic() < deadline, f"no {what}: {self.output()}"
+            assert time.monotonic() < deadline, f"no {what}"
             time.sleep(0.01)
         return found
 
-
-class Background(Job):
-    """A command, such as torchrun, and all that it has started."""
-
-    def __init__(self, *command, log, cwd=ROOT, **env):
-        self.log, self.mark = log, uuid.uuid4().hex
-        with log.open("w") as file:
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            env = environment(**env, TEST_MARK=self.mark)
-            self.process = subprocess.Popen([*map(str, command)], cwd=cwd, env=env, **pipes)
-
-    def __exit__(self, *_):
-        self.process.kill()
-        while pids := self.pids():
-            for rank in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[rank], signal.SIGKILL)
-        self.process.wait()
-
-    def pids(self):
-        """Return the ids of the processes that are left, by rank; None is torchrun's."""
-        found = {}
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                variables = dict(line.partition("=")[::2] for line in environ.read_text(errors="replace").split("\0"))
-                if variables.get("TEST_MARK") == self.mark:
-                    rank = variables.get("RANK")
-                    found[rank and int(rank)] = int(environ.parent.name)
-        return found
-
-    def kill(self, rank, how=signal.SIGKILL):
-        os.kill(self.pids()[rank], how)
-
-    def running(self):
-        return self.process.poll() is None
-
     def wait(self, timeout=180):
         """Wait for its end; return the exit code."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running: {self.output()}")
+        return self.process.wait(timeout)
 
 
 def run_script(script, *flags):
@@ -128,67 +115,51 @@ def run_script(script, *flags):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def in_group(function, *arguments):
-    """Call a function in a process group."""
-    dist.init_process_group("gloo")
-    function(*arguments)
-    dist.destroy_process_group()
-
-
-def be_rank(log, env, function, arguments):
+def be_rank(log, env, target, *arguments):
+    os.environ.clear()
+    os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ.clear()
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    function(*arguments)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # as it would have read itself, were it imported now
+    target(*arguments)
 
 
-class Ranks(Job):
+class Ranks(Background):
     """The processes of a script, or of a function, that need no second to start, for what is no test of torchrun."""
 
-    def __init__(self, target, *arguments, nproc=2, log=None, **env):
+    def __init__(self, *target, nproc=2, log=None, **env):
         self.log = Path(log or tempfile.mkstemp()[1])
-        function, *arguments = (target, *arguments) if callable(target) else (run_script, target, *arguments)
+        target = target if callable(target[0]) else (run_script, *target)
         env = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1, "MASTER_PORT": find_port()} | env
         self.processes = []
         for rank in range(nproc):
             place = environment(MASTER_ADDR="127.0.0.1", RANK=rank, LOCAL_RANK=rank, **env)
-            process = FORKSERVER.Process(target=be_rank, args=(self.log, place, function, arguments), daemon=True)
-            process.start()
-            self.processes.append(process)
+            self.processes.append(FORKSERVER.Process(target=be_rank, args=(self.log, place, *target), daemon=True))
+            self.processes[rank].start()
 
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def kill(self, rank, how=signal.SIGKILL):
-        os.kill(self.processes[rank].pid, how)
-
-    def running(self):
-        return any(process.is_alive() for process in self.processes)
+    def pids(self):
+        return {rank: process.pid for rank, process in enumerate(self.processes) if process.is_alive()}
 
     def wait(self, timeout=120):
         """Wait for their ends; return the exit codes."""
         for process in self.processes:
             process.join(timeout)
-            assert not process.is_alive(), f"still running: {self.output()}"
+            assert not process.is_alive(), "still running"
         return [process.exitcode for process in self.processes]
 
 
 def finish(*target, nproc=2, **env):
     """Run Ranks that must succeed; return what they print."""
     with Ranks(*target, nproc=nproc, **env) as ranks:
-        assert ranks.wait() == [0] * nproc, ranks.output()
+        assert ranks.wait() == [0] * nproc
         return ranks.output()
 
 
 def fail(*target, nproc=1, **env):
     """Run Ranks that must fail; return the last line that they print."""
     with Ranks(*target, nproc=nproc, **env) as ranks:
-        assert 0 not in ranks.wait(), ranks.output()
+        assert 0 not in ranks.wait()
         return ranks.output().splitlines()[-1]
 
 
@@ -232,18 +203,6 @@ free_port = pytest.fixture(find_port)
 def small_mnist(tmp_path_factory):
     """A folder for --data-dir: 600 training images and 101 for testing, which no world size here divides."""
     return write_mnist(tmp_path_factory.mktemp("mnist"))
-
-
-@pytest.fixture(scope="session")
-def real_mnist():
-    """The folder of the real MNIST, from the environment variable MNIST_DIR."""
-    return os.environ.get("MNIST_DIR") or pytest.skip("MNIST_DIR does not name the folder that holds MNIST/raw")
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,70 +1,46 @@
 """A user's mistake, or a bad network, gets a line that says what to do, and an exit code; nothing hangs or is lost."""
 
 import collections
-import functools
-import gzip
-import hashlib
-import http.server
 import os
 import re
 import signal
 import socket
-import threading
+import sys
 
 import pytest
 import torch
-from conftest import DDP, MANUAL, SCRIPTS, Ranks, fail, finish, run_script, write_mnist
+from conftest import DDP, MANUAL, SCRIPTS, Background, Ranks, fail, finish, run, run_script, write_mnist
 from torchvision.datasets import MNIST
 
-import train_ddp
-import train_manual_ddp
-
-REFUSED = {
-    "--epochs -1": "--epochs -1: it has to be 0 or positive",
-    "--batch-size 0": "--batch-size 0: it has to be positive",
-    "--batch-size many": "argument --batch-size: invalid int value: 'many'",
-    "--accum-steps 0": "--accum-steps 0: it has to be positive",
-    "--lr nan": "--lr nan: it has to be positive",
-    "--lr 0": "--lr 0.0: it has to be positive",
-    "--clip-grad-norm -1": "--clip-grad-norm -1.0: it has to be 0 or positive",
-    "--timeout 0": "--timeout 0.0: it has to be positive",
-    "--train-size 0": "--train-size 0: it has to be positive",
+MISTAKES = {
+    **{f"--{flag} 0": f"--{flag} 0: it has to be positive" for flag in ("batch-size", "accum-steps", "train-size")},
+    **{f"--{flag} -1": f"--{flag} -1: it has to be 0 or positive" for flag in ("epochs", "seed", "save-every")},
     "--log-interval 0": "--log-interval 0: it has to be positive",
-    "--seed -1": "--seed -1: it has to be 0 or positive",
+    "--timeout 0": "--timeout 0.0: it has to be positive",
+    "--lr 0": "--lr 0.0: it has to be positive",
+    "--lr nan": "--lr nan: it has to be positive",
+    "--clip-grad-norm -1": "--clip-grad-norm -1.0: it has to be 0 or positive",
+    "--batch-size many": "argument --batch-size: invalid int value: 'many'",
     "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     "--no-such-flag": "unrecognized arguments: --no-such-flag",
     "--save-every 5": "--save-every needs --checkpoint FILE",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_a_flag_does_not_take(flags, monkeypatch, capsys):
-    for script in (train_ddp, train_manual_ddp):
-        monkeypatch.setattr("sys.argv", ["train", *flags.split()])
-        with pytest.raises(SystemExit, match="2"):
-            script.parse_args()
-        assert capsys.readouterr().err.splitlines()[-1].startswith(f"train: error: {REFUSED[flags]}")
-
-
-SMALL = ("--dataset", "synthetic", "--train-size", 64, "--batch-size", 32)
-MISTAKES = {
-    "--batch-size 70000": "a step takes 70000 samples, but there are 64: lower --batch-size",
+    "--batch-size 70000": "a step takes 70000 samples, but there are 600: lower --batch-size",
     "--metrics missing/m.jsonl": "No such file or directory: 'missing/m.jsonl'",
     "--checkpoint missing/ck.pt": "--checkpoint missing/ck.pt: cannot write to the folder missing",
     "--backend carrier-pigeon": "carrier-pigeon",
-    "--dataset mnist --data-dir /proc/no": "no usable MNIST in /proc/no/MNIST/raw: put the four .gz files there, or",
+    "--data-dir /proc/no": "no usable MNIST in /proc/no/MNIST/raw: put the four .gz files there, or",
 }
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
-def test_mistakes_that_only_a_run_can_see(flags):
-    assert MISTAKES[flags] in fail(SCRIPTS[len(flags) % 2], *SMALL, *flags.split())
+def test_mistakes(flags, small_mnist):
+    assert MISTAKES[flags] in fail(SCRIPTS[len(flags) % 2], "--data-dir", small_mnist, *flags.split())
 
 
 DAMAGES = {
     "truncated": lambda raw: os.truncate(raw / "train-images-idx3-ubyte", 5000),
     "foreign": lambda raw: (raw / "t10k-images-idx3-ubyte").write_text("<html>Sign in to use this network</html>"),
-    "empty": lambda raw: (raw / "train-labels-idx1-ubyte").write_bytes(b""),
+    "empty": lambda raw: os.truncate(raw / "train-labels-idx1-ubyte", 0),
     "missing": lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(),
 }
 
@@ -97,48 +73,42 @@ def pretend(accelerator, *flags):
     run_script(DDP, *flags)
 
 
-def test_more_processes_than_gpus_and_a_mac():
-    line = fail(pretend, "cuda", *SMALL, nproc=3)
+def test_more_processes_than_gpus_and_a_mac(small_mnist):
+    line = fail(pretend, "cuda", nproc=3)
     assert line == "3 processes on this node, but 2 GPUs: lower --nproc_per_node"
-    assert ", cpu, " in finish(pretend, "mps", *SMALL, "--epochs", 0, nproc=1)
+    assert ", cpu, " in finish(pretend, "mps", "--data-dir", small_mnist, "--epochs", 0, nproc=1)
 
 
-def test_a_peer_that_never_arrives_and_one_that_hangs():
-    assert "1/2 clients joined" in fail(DDP, *SMALL, "--timeout", 2, WORLD_SIZE=2)
-    with Ranks(MANUAL, *SMALL, "--epochs", 1000, "--timeout", 5, "--log-interval", 1, nproc=2) as ranks:
+def test_a_peer_that_never_arrives_and_one_that_hangs(small_mnist):
+    assert "1/2 clients joined" in fail(DDP, "--timeout", 2, WORLD_SIZE=2)
+    with Ranks(MANUAL, "--data-dir", small_mnist, "--batch-size", 32, "--timeout", 5, "--log-interval", 1) as ranks:
         ranks.wait_for("step 1/")
         ranks.kill(1, signal.SIGSTOP)
         ranks.processes[0].join(60)
-        assert ranks.processes[0].exitcode == 1, ranks.output()
+        assert ranks.processes[0].exitcode == 1
 
 
-def with_mirror(mirror, resources, *flags):
-    """Run a script whose torchvision downloads from elsewhere."""
-    MNIST.mirrors, MNIST.resources = [mirror], resources
+def with_mirror(mirror, *flags):
+    """Run a script whose torchvision downloads from elsewhere, and other files."""
+    MNIST.mirrors = [mirror]
+    MNIST.resources = [(name, None) for name, _ in MNIST.resources]  # None: the checksums are not known
     run_script(DDP, *flags)
 
 
-def test_each_file_is_downloaded_once(small_mnist, tmp_path):
-    requests, resources = [], []
-
-    class Mirror(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, text, request, *_):
-            requests.append(request)
-
-    for path in (small_mnist / "MNIST" / "raw").iterdir():
-        data = gzip.compress(path.read_bytes())
-        (tmp_path / f"{path.name}.gz").write_bytes(data)
-        resources.append((f"{path.name}.gz", hashlib.md5(data).hexdigest()))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Mirror, directory=tmp_path))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, flags = f"http://127.0.0.1:{server.server_port}/", ("--data-dir", tmp_path / "data", "--epochs", 0)
-    for _ in range(2):
-        assert "of 101 test images" in finish(with_mirror, url, resources, *flags, nproc=3, no_proxy="127.0.0.1")
-        assert [*collections.Counter(requests).values()] == [2] * 4  # torchvision asks for redirects first
-    server.shutdown()
+def test_each_file_is_downloaded_once(tmp_path, free_port):
+    raw = write_mnist(tmp_path) / "MNIST" / "raw"
+    run(["gzip", "--recursive", raw])
+    flags = (f"http://127.0.0.1:{free_port}/", "--data-dir", tmp_path / "data", "--epochs", 0)
+    server = (sys.executable, "-u", "-m", "http.server", free_port, "--directory", raw)
+    with Background(*server, log=tmp_path / "log") as mirror:
+        mirror.wait_for("Serving")
+        for _ in range(2):
+            assert "of 101 test images" in finish(with_mirror, *flags, nproc=3, no_proxy="127.0.0.1")
+            requests = re.findall("GET (.*) HTTP", mirror.output())
+            assert [*collections.Counter(requests).values()] == [2] * 4  # torchvision asks for redirects first
 
 
 def test_a_firewall_that_swallows_everything(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, but never answers
-        url, flags = f"http://127.0.0.1:{silent.getsockname()[1]}/", ("--data-dir", tmp_path / "data")
-        assert "timed out" in fail(with_mirror, url, [("train.gz", "0")], *flags, no_proxy="*")
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        assert "timed out" in fail(with_mirror, url, "--data-dir", tmp_path / "data", no_proxy="*")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, launch, start, weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture
