@@ -174,7 +174,6 @@ class Slurm(Network):
         wait_until(lambda: run(sinfo, **self.env).stdout == "idle\n")
 
     def job(self, job, field="JobState"):
-        """Return one of the things that Slurm knows of a job."""
         return re.search(rf"(?m)\b{field}=(.*?)( \w+=|$)", self.command("scontrol", "show", "job", job)).group(1)
 
     def log(self, job):

@@ -85,8 +85,7 @@ def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
         ("node0", ROOT, f"{HERE}:", 127, f"node0: .*{HERE}/torchrun: No such file"),
     ],
 )
-def test_one_host_fails(hosts, cwd, path, code, words, network, tmp_path):
-    """All stop, and its exit code is the launcher's."""
+def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts", hosts, "--script", tmp_path / "worker.py", "--", "fail1")
     result = run(network.login.inside(LAUNCHER, *flags, cwd=cwd), PATH=f"{path}{os.environ['PATH']}")
