@@ -26,8 +26,7 @@ def save(*_):
     sys.exit(3 if "fail" in sys.argv else 0)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGUSR1, save)
-line = f"started {os.environ['LOCAL_WORLD_SIZE']} {os.environ.get('OMP_NUM_THREADS')}\\n"
-os.write(1, line.encode())  # in one piece, unlike print
+os.write(1, f"started {os.environ['LOCAL_WORLD_SIZE']} {os.environ.get('OMP_NUM_THREADS')}\\n".encode())
 if "fail" + os.environ["RANK"] in sys.argv: sys.exit(3)
 for _ in range(50 if "short" in sys.argv else 6000):
     time.sleep(0 if os.path.exists(__file__ + ".end") else 0.1)
