@@ -17,7 +17,7 @@ ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.1
 TOOLS = ("unshare", "nsenter", "ip", "ssh-keygen", "sshd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
-# What torchrun runs in the place of a training. Asked to stop, it takes a second to save.
+# What takes the place of a training. Asked to stop, it takes a second to save. Its lines are written in one piece.
 WORKER = """import os, signal, sys, time
 def save(*_):
     time.sleep(1)
@@ -26,7 +26,7 @@ def save(*_):
     sys.exit(3 if "fail" in sys.argv else 0)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGUSR1, save)
-os.write(1, f"started {os.environ['LOCAL_WORLD_SIZE']} {os.environ.get('OMP_NUM_THREADS')}\\n".encode())
+sys.stdout.write(f"started {os.environ['LOCAL_WORLD_SIZE']} {os.environ.get('OMP_NUM_THREADS')}\\n")
 if "fail" + os.environ["RANK"] in sys.argv: sys.exit(3)
 for _ in range(50 if "short" in sys.argv else 6000):
     time.sleep(0 if os.path.exists(__file__ + ".end") else 0.1)
@@ -151,7 +151,7 @@ class Slurm(Network):
         SelectTypeParameters=CR_Core
         GresTypes=gpu
         SlurmdParameters=config_overrides
-        SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_min_interval=100000
+        SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min_interval=100000
         JobRequeue=0
         PreemptType=preempt/partition_prio
         PreemptMode=REQUEUE

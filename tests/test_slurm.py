@@ -7,7 +7,7 @@ import pytest
 from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, launch, weights
 
-ONE_PROCESS = ("--gpus-per-node=0", "--cpus-per-task=1")  # on each of two nodes
+ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
 
 
@@ -36,7 +36,7 @@ def test_processes_and_their_cpus(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
     jobs = {submit(flags=("--nodes=1", flag)): processes for flag, processes in flags.items()}
-    jobs[submit(flags=("--nodes=1", "--gpus-per-node=0"), NPROC_PER_NODE=3)] = 3
+    jobs[submit(NPROC_PER_NODE=3)] = 3
     for job, processes in jobs.items():
         assert re.findall("started .*", slurm.finish(job)[2]) == processes * [f"started {processes} {16 // processes}"]
 
@@ -66,8 +66,8 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
 def test_preemption(slurm, submit, tmp_path):
     """Without a grace time, and with one, in which the job ends by itself."""
     jobs = [submit("--checkpoint", flags=(*ONE_PROCESS, f"--partition={name}")) for name in ("debug", "graceful")]
-    wait_until(lambda: all(slurm.log(job).count("started ") == 2 for job in jobs))
-    urgent = submit(flags=("--partition=urgent", "--exclusive", *ONE_PROCESS))
+    wait_until(lambda: all("started" in slurm.log(job) for job in jobs))
+    urgent = submit(flags=("--partition=urgent", "--exclusive", "--gpus-per-node=0"))
     wait_until(lambda: slurm.job(urgent) == "RUNNING")
     (tmp_path / "worker.py.end").touch()
     for job in (urgent, *jobs):
@@ -78,7 +78,7 @@ def test_preemption(slurm, submit, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "restarts", "command", "end", "words"),
     [
-        (["fail1"], 0, ["true"], "FAILED", "exitcode"),  # one node ends the other
+        (["fail1"], 0, ["true"], "FAILED", "exitcode"),  # one of two nodes
         (["fail", "--checkpoint"], 0, NEAR_THE_LIMIT, "FAILED", "exitcode"),  # it could not save
         (["--checkpoint"], 10, NEAR_THE_LIMIT, "FAILED", "requeued ten times: submit it again to go on"),
         (["short"], 0, NEAR_THE_LIMIT, "COMPLETED", "started"),  # it uses its time
@@ -86,9 +86,9 @@ def test_preemption(slurm, submit, tmp_path):
     ],
 )
 def test_no_requeue(arguments, restarts, command, end, words, slurm, submit):
-    job = submit(*arguments, SLURM_RESTART_COUNT=restarts)
-    wait_until(lambda: slurm.log(job).count("started ") == 2)
+    flags = ("--gpus-per-node=0",) if "fail1" in arguments else ONE_PROCESS
+    job = submit(*arguments, flags=flags, SLURM_RESTART_COUNT=restarts)
+    wait_until(lambda: "started" in slurm.log(job))
     slurm.command(*command, job)
     state, code, log = slurm.finish(job)
-    assert (state, slurm.job(job, "Restarts"), code == "0:0") == (end, "0", end == "COMPLETED"), log
-    assert words in log
+    assert (state, slurm.job(job, "Restarts"), code == "0:0") == (end, "0", end == "COMPLETED") and words in log, log
