@@ -49,7 +49,7 @@ def main():
         saving = ("--checkpoint", Path(folder) / "ck.pt", "--save-every", 10)
         for kills in (0, args.kills):
             torchrun, began = start(2, "--standalone", f"--max-restarts={kills}"), time.monotonic()
-            where = {"log": Path(folder) / "log", "cwd": Path.cwd(), "gpu": True, "network": True}
+            where = {"log": Path(folder) / "log", "cwd": Path.cwd(), "gpu": True}
             with Background(*torchrun, *command, *(saving if kills else ()), **where) as job:
                 disturb(job, 2, kills, pause, random.Random(args.script))
                 if job.wait(timeout=None):

@@ -1,7 +1,5 @@
 """A user's mistake, or a bad network, gets a line that says what to do, and an exit code; nothing hangs or is lost."""
 
-import collections
-import os
 import re
 import signal
 import socket
@@ -13,16 +11,12 @@ from conftest import DDP, MANUAL, SCRIPTS, Background, Ranks, fail, finish, run,
 from torchvision.datasets import MNIST
 
 MISTAKES = {
-    **{f"--{flag} 0": f"--{flag} 0: it has to be positive" for flag in ("batch-size", "accum-steps", "train-size")},
+    **{f"--{flag} 0": f"--{flag} 0: it has to be positive" for flag in ("accum-steps", "train-size", "log-interval")},
+    **{f"--{flag} 0": f"--{flag} 0.0: it has to be positive" for flag in ("lr", "timeout")},
     **{f"--{flag} -1": f"--{flag} -1: it has to be 0 or positive" for flag in ("epochs", "seed", "save-every")},
-    "--log-interval 0": "--log-interval 0: it has to be positive",
-    "--timeout 0": "--timeout 0.0: it has to be positive",
-    "--lr 0": "--lr 0.0: it has to be positive",
     "--lr nan": "--lr nan: it has to be positive",
-    "--clip-grad-norm -1": "--clip-grad-norm -1.0: it has to be 0 or positive",
     "--batch-size many": "argument --batch-size: invalid int value: 'many'",
     "--precision fp8": "argument --precision: invalid choice: 'fp8'",
-    "--no-such-flag": "unrecognized arguments: --no-such-flag",
     "--save-every 5": "--save-every needs --checkpoint FILE",
     "--batch-size 70000": "a step takes 70000 samples, but there are 600: lower --batch-size",
     "--metrics missing/m.jsonl": "No such file or directory: 'missing/m.jsonl'",
@@ -37,19 +31,11 @@ def test_mistakes(flags, small_mnist):
     assert MISTAKES[flags] in fail(SCRIPTS[len(flags) % 2], "--data-dir", small_mnist, *flags.split())
 
 
-DAMAGES = {
-    "truncated": lambda raw: os.truncate(raw / "train-images-idx3-ubyte", 5000),
-    "foreign": lambda raw: (raw / "t10k-images-idx3-ubyte").write_text("<html>Sign in to use this network</html>"),
-    "empty": lambda raw: os.truncate(raw / "train-labels-idx1-ubyte", 0),
-    "missing": lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [lambda whole: whole[:5000], lambda _: b"<html>Sign in to use this network</html>"])
 def test_damaged_data(damage, tmp_path):
-    raw = write_mnist(tmp_path) / "MNIST" / "raw"
-    DAMAGES[damage](raw)
-    assert f"no usable MNIST in {raw}: " in fail(MANUAL, "--data-dir", tmp_path, "--batch-size", 8)
+    file = write_mnist(tmp_path) / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    file.write_bytes(damage(file.read_bytes()))
+    assert f"no usable MNIST in {file.parent}: " in fail(MANUAL, "--data-dir", tmp_path, "--batch-size", 8)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -95,17 +81,17 @@ def with_mirror(mirror, *flags):
     run_script(DDP, *flags)
 
 
-def test_each_file_is_downloaded_once(tmp_path, free_port):
+def test_each_file_is_downloaded_once(tmp_path):
     raw = write_mnist(tmp_path) / "MNIST" / "raw"
     run(["gzip", "--recursive", raw])
-    flags = (f"http://127.0.0.1:{free_port}/", "--data-dir", tmp_path / "data", "--epochs", 0)
-    server = (sys.executable, "-u", "-m", "http.server", free_port, "--directory", raw)
+    server = (sys.executable, "-u", "-m", "http.server", 0, "--bind", "127.0.0.1", "--directory", raw)
     with Background(*server, log=tmp_path / "log") as mirror:
-        mirror.wait_for("Serving")
+        (url,) = mirror.wait_for(r"(http://\S+/)").groups()
+        flags = ("--data-dir", tmp_path / "data", "--epochs", 0)
         for _ in range(2):
-            assert "of 101 test images" in finish(with_mirror, *flags, nproc=3, no_proxy="127.0.0.1")
+            assert "of 101 test images" in finish(with_mirror, url, *flags, nproc=3, no_proxy="*")
             requests = re.findall("GET (.*) HTTP", mirror.output())
-            assert [*collections.Counter(requests).values()] == [2] * 4  # torchvision asks for redirects first
+            assert (len(requests), len(set(requests))) == (8, 4)  # torchvision asks for redirects first
 
 
 def test_a_firewall_that_swallows_everything(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
 
 import pytest
@@ -23,71 +24,55 @@ def flags(small_mnist):
 
 
 @pytest.fixture
-def saving(tmp_path):
-    return ("--checkpoint", tmp_path / "ck.pt", "--save-every", 5, "--metrics", tmp_path / "m.jsonl")
+def saving(flags, tmp_path):
+    return (*flags, "--checkpoint", tmp_path / "ck.pt", "--save-every", 5, "--metrics", tmp_path / "m.jsonl")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(flags, tmp_path_factory):
-    metrics = tmp_path_factory.mktemp("undisturbed") / "m"
-    finish(DDP, *flags, "--metrics", metrics)
-    return outcome(metrics)
+    """The folder with the files of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(DDP, *flags, "--checkpoint", folder / "ck.pt", "--metrics", folder / "m.jsonl")
+    return folder
 
 
-@pytest.fixture
-def goes_on(flags, saving, undisturbed, tmp_path):
-    """Finish an interrupted run, and compare it: goes_on(script)."""
-
-    def goes_on(script=None):
-        if script:
-            finish(script, *flags, *saving)
-        entries = outcome(tmp_path / "m.jsonl")
-        # After a kill between an epoch's line and its save, the line is there twice.
-        assert [entry for i, entry in enumerate(entries) if entry not in entries[:i]] == undisturbed
-
-    return goes_on
-
-
-def test_kills_at_any_moment_under_torchrun(flags, saving, goes_on, tmp_path, free_port):
-    command = start(2, "--nnodes=1", f"--master-port={free_port}", "--max-restarts=2")  # one for each kill
-    with Background(*command, ROOT / MANUAL, *flags, *saving, "--save-every", 1, log=tmp_path / "log") as job:
+def test_kills_at_any_moment_under_torchrun(saving, undisturbed, tmp_path):
+    command = start(2, "--nnodes=1", f"--master-port={Ranks.find_port()}", "--max-restarts=2")  # one for each kill
+    with Background(*command, ROOT / MANUAL, *saving, "--save-every", 1, log=tmp_path / "log") as job:
         disturb(job, 2, 2, 1.5, random.Random(4))  # with this seed, rank 0 in a step, and rank 1 in the second start
-        assert job.wait() == 0
-        assert "going on from" in job.output()
-    goes_on()
+        assert job.wait() == 0 and "going on from" in job.output()
+    assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
-def test_a_kill_while_rank_0_writes(flags, saving, goes_on, tmp_path):
+def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
     whole, half = tmp_path / "ck.pt", tmp_path / "ck.pt.tmp"
     while not half.exists():  # else it was renamed in that moment
-        with Ranks(DDP, *flags, *saving, "--save-every", 1) as ranks:
+        with Ranks(DDP, *saving, "--save-every", 1) as ranks:
             ranks.wait_for(whole.exists)
             ranks.wait_for(half.exists)
             ranks.kill(0)
             ranks.wait()
-    goes_on(MANUAL)
+    finish(MANUAL, *saving)
+    assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "script"), [(signal.SIGTERM, 1, DDP), (signal.SIGINT, 1, DDP), (signal.SIGKILL, -9, MANUAL)]
-)
-def test_torchrun_is_ended_leaves_no_orphans_and_a_second_start_goes_on(
-    how, code, script, flags, saving, goes_on, tmp_path
-):
-    with Background(*start(2), ROOT / script, *flags, *saving, log=tmp_path / "log") as job:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
+    killed = how == signal.SIGKILL
+    with Background(*start(2), ROOT / SCRIPTS[killed], *saving, log=tmp_path / "log") as job:
         job.wait_for("epoch 1/2  step 7/")
         job.process.send_signal(how)
-        assert job.wait() == code  # 1 though all workers, to which it passes the signal on, return 0
-        goes_on(MANUAL)
+        assert job.wait() == (-9 if killed else 1)  # 1 though all workers, to which it passes the signal on, return 0
+        finish(MANUAL, *saving)
         assert not job.pids()
-        assert job.output().count(STOPPED) == (code == 1)
+        assert job.output().count(STOPPED) == (not killed)
         assert "epoch 2/2  step 10/" not in job.output()  # they did not end by having finished
+    assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
 def test_ctrl_c_twice_and_signals_without_a_checkpoint(flags, saving):
-    long = (DDP, *flags, "--epochs", 1000, "--batch-size", 300)
-    for number, others in ((signal.SIGINT, saving), (signal.SIGINT, ()), (signal.SIGUSR1, ())):
-        with Ranks(*long, *others, nproc=1) as ranks:
+    for number, others in ((signal.SIGINT, saving), (signal.SIGINT, flags), (signal.SIGUSR1, flags)):
+        with Ranks(DDP, *others, "--epochs", 1000, "--batch-size", 300, nproc=1) as ranks:
             ranks.wait_for("step 1/")
             with contextlib.suppress(ProcessLookupError, KeyError):  # until it has ended
                 while True:
@@ -135,61 +120,29 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
     assert after != 2 or weights(output) == weights(finish(*twin))
 
 
-@pytest.fixture(scope="module")
-def saved(flags, tmp_path_factory):
-    """What --checkpoint holds after an epoch of one process."""
-    path = tmp_path_factory.mktemp("saved") / "ck.pt"
-    finish(DDP, *flags, "--epochs", 1, "--checkpoint", path, nproc=1)
-    return path.read_bytes()
-
-
-DAMAGED, OTHER = "ck.pt is damaged: delete it, or give another name", "ck.pt is of a run with --{}: use that, or give"
-UNFIT = {  # what is wrong: how to damage the file, and what the line says
-    "truncated": (lambda whole: whole[:5_000_000], DAMAGED),
-    "empty": (lambda whole: b"", DAMAGED),
-    "random bytes": (lambda whole: random.Random(0).randbytes(10_000), DAMAGED),
-    "--seed 1": (bytes, OTHER.format("seed 0")),
-    "--train-size 300": (bytes, OTHER.format("train-size 320")),
-    "--dataset synthetic": (bytes, OTHER.format("dataset mnist")),
-}
-
-
-@pytest.mark.parametrize("wrong", UNFIT)
-def test_unfit_files_are_refused_and_stay(wrong, saved, flags, tmp_path):
-    damage, line = UNFIT[wrong]
-    path, content = tmp_path / "ck.pt", damage(saved)
+@pytest.mark.parametrize(
+    ("size", "other", "line"),
+    [
+        (5_000_000, (), "ck.pt is damaged: delete it, or give another name"),
+        (0, (), "ck.pt is damaged: delete it, or give another name"),
+        (None, ("--seed", 1), "ck.pt is of a run with --seed 0: use that, or give another name"),
+        (None, ("--dataset", "synthetic"), "ck.pt is of a run with --dataset mnist: use that, or give another name"),
+    ],
+)
+def test_unfit_files_are_refused_and_stay(size, other, line, undisturbed, flags, tmp_path):
+    path, content = tmp_path / "ck.pt", (undisturbed / "ck.pt").read_bytes()[:size]
     path.write_bytes(content)
-    other_flags = wrong.split() if damage is bytes else ()
-    assert line in fail(MANUAL, *flags, *other_flags, "--checkpoint", path)
+    assert line in fail(MANUAL, *flags, *other, "--checkpoint", path)
     assert path.read_bytes() == content
 
 
-def on_a_full_disk(*command):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000_000, 100_000_000))
-    run_script(*command)
-
-
-def test_a_full_disk_ends_the_run_and_leaves_the_old_file_which_goes_on(saved, flags, tmp_path):
-    path = tmp_path / "ck.pt"
-    path.write_bytes(saved)
-    with Ranks(on_a_full_disk, DDP, *flags, "--checkpoint", path, "--save-every", 1) as ranks:
+def test_a_full_disk_ends_the_run_and_leaves_the_old_file_which_goes_on(undisturbed, flags, tmp_path):
+    path = shutil.copy(undisturbed / "ck.pt", tmp_path)
+    flags = (*flags, "--checkpoint", path)
+    with Ranks(DDP, *flags, "--epochs", 3, "--save-every", 1) as ranks:
+        resource.prlimit(ranks.pids()[0], resource.RLIMIT_FSIZE, (100_000_000, 100_000_000))  # in bytes
         assert 0 not in ranks.wait() and "File too large" in ranks.output()
-    assert path.read_bytes() == saved
-    again = finish(MANUAL, *flags, "--epochs", 1, "--checkpoint", path, nproc=1)
-    assert "after 1 epochs" in again and "step 1/" not in again and "of 101 test images" in again
-    more = finish(DDP, *flags, "--lr", 0.001, "--batch-size", 40, "--checkpoint", path, nproc=1)
-    assert "epoch 2/2  step 8/8" in more and "epoch 1/2" not in more
-
-
-def test_a_kill_on_one_of_two_nodes(flags, saving, goes_on, tmp_path, free_port):
-    """Two torchruns stand for two nodes. They make a new store for a restart, where asked to."""
-    nodes = 'PET_RDZV_CONF=is_host=1 "$@" & PET_RDZV_CONF=is_host=0 "$@" && wait $!'
-    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--local-addr=127.0.0.1")
-    torchrun = start(1, "--nnodes=2", "--max-restarts=1", *where)
-    env = {"OMP_NUM_THREADS": 1, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "log": tmp_path / "log"}
-    with Background("bash", "-c", nodes, "bash", *torchrun, ROOT / DDP, *flags, *saving, **env) as job:
-        job.wait_for("epoch 1/2  step 7/")
-        job.kill(1)
-        assert job.wait() == 0
-        assert "going on from" in job.output()
-    goes_on()
+    again = finish(MANUAL, *flags, nproc=1)
+    assert "after 2 epochs" in again and "  step " not in again and "of 101 test images" in again
+    more = finish(DDP, *flags, "--epochs", 3, "--lr", 0.001, "--batch-size", 40, nproc=1)
+    assert "epoch 3/3  step 8/8" in more and "epoch 2/3" not in more

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, ROOT, SCRIPTS, Ranks, launch, run, weights
+from conftest import DDP, ROOT, SCRIPTS, Ranks, run, start, weights
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -86,7 +86,7 @@ def test_the_example_of_a_model_of_your_own(tmp_path):
     hashes = set()
     for script in SCRIPTS:
         (tmp_path / script).write_text(replaced((ROOT / script).read_text(), EXAMPLE))
-        result = launch(tmp_path / script, "--epochs", 1, "--batch-size", 250, nproc=2)
+        result = run([*start(2), tmp_path / script, "--epochs", 1, "--batch-size", 250])
         assert "of 500 test images" in result.stdout, result.stderr
         hashes.add(weights(result.stdout))
     assert len(hashes) == 1

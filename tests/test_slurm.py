@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS, launch, weights
+from conftest import ROOT, SCRIPTS, run, start, weights
 
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
@@ -50,7 +50,7 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     for node in slurm.nodes:  # as Slurm looks at limits every 30 s
         node.signal(signal.SIGSTOP, f"-u {SCRIPT}")  # how torchrun calls it
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    undisturbed = launch(SCRIPT, *arguments, nproc=4, OMP_NUM_THREADS=1)
+    undisturbed = run([*start(4), SCRIPT, *arguments], OMP_NUM_THREADS=1)
     wait_until(lambda: "time is nearly up" in slurm.log(job))
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     for node in slurm.nodes:

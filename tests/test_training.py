@@ -1,16 +1,31 @@
-"""Whole runs: both scripts learn, end on the same bits, and say so in the same words."""
+"""The scripts differ only where DDP is; they learn, end on the same bits, and say so in the same words."""
 
-import gzip
+import difflib
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, launch, outcome, weights
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, outcome, run, start
+from overlap import read_step
+
+
+def shared_part(script):
+    """Return the lines of a script without its docstring and its classes, which are those written by hand."""
+    source = (ROOT / script).read_text()
+    return re.sub(r'(?ms)\A""".*?"""|^class .*?(?=^def )', "", source).splitlines()
+
+
+def test_the_scripts_differ_only_where_ddp_is():
+    changes = [line for line in difflib.ndiff(*map(shared_part, SCRIPTS)) if line[0] in "+-"]
+    assert len(changes) <= 16, "\n".join(changes)
+    of_ddp = r"DistributedDataParallel|Sampler|[aA]verager|ddp|train_step|--sync|no_sync\(\)"
+    assert all(re.search(of_ddp, line) for line in changes), changes
 
 
 @pytest.fixture
@@ -35,31 +50,15 @@ def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(train, flags):
         assert train(script, *sync, *flags) == whole
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_reruns_repeat_themselves_at_three_processes(train, script):
-    once, again, other = (train(script, "--epochs", 1, "--seed", seed, nproc=3)[0] for seed in (0, 0, 1))
-    assert once == again
-    assert once[-1]["weights_sha256"] != other[-1]["weights_sha256"]
-
-
-@pytest.mark.skipif("MNIST_DIR" not in os.environ, reason="MNIST_DIR does not name the folder that holds MNIST/raw")
 def test_evaluation_is_exact_at_any_number_of_processes(tmp_path):
-    flags = ("--data-dir", os.environ["MNIST_DIR"], "--train-size", 4096, "--batch-size", 32)
-    flags = (*flags, "--checkpoint", tmp_path / "ck.pt")
-    learned = finish(DDP, *flags, "--epochs", 1)
-    result, accuracy = re.search(r"test loss.* (\S+)% of 10,000 test images", learned).group(0, 1)
-    assert float(accuracy) > 85
+    flags = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--checkpoint", tmp_path / "ck.pt")
+    (result,) = re.findall("test loss.* of 10,000 test images", finish(DDP, *flags, "--epochs", 1))
     assert result in finish(MANUAL, *flags, "--epochs", 0, nproc=3)
-
-
-def test_learns_synthetic_images():
-    flags = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--epochs", 1)
-    assert float(re.search(r"accuracy (\S+)% of 10,000 test images", finish(DDP, *flags, nproc=1))[1]) > 80
 
 
 def test_torchrun_and_metrics(small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 2, "--scale-lr", "--deterministic")
-    result = launch(ROOT / DDP, *flags, "--metrics", tmp_path / "m", nproc=2)
+    result = run([*start(2), ROOT / DDP, *flags, "--metrics", tmp_path / "m"])
     assert result.returncode == 0, result.stderr
     *epochs, end = map(json.loads, (tmp_path / "m").read_text().splitlines())
     names = "epoch step lr train_loss samples_per_second test_loss test_accuracy test_samples"
@@ -69,9 +68,8 @@ def test_torchrun_and_metrics(small_mnist, tmp_path):
     assert (epochs[1]["test_samples"], end["world_size"], end["global_batch_size"]) == (101, 2, 64)
     # Linear scaling, and the cosine at mid-step.
     assert epochs[1]["lr"] == pytest.approx(64 / 256 * 3e-3 * (1 + math.cos(math.pi * (17.5 / 18 - 0.3) / 0.7)) / 2)
-    assert re.sub(
-        r"\[Gloo\].*\n|  .*", "", result.stdout
-    ) == f"epoch 1\nepoch 2\nweights sha256 {end['weights_sha256']}, " + ("the same on every rank\n")
+    lines = re.findall(r"(?m)^(?!\[Gloo).*?(?=  |$)", result.stdout.strip())  # older Gloos print, too
+    assert lines == ["epoch 1", "epoch 2", f"weights sha256 {end['weights_sha256']}, the same on every rank"]
     threads = max(1, len(os.sched_getaffinity(0)) // 2)  # a share of the cores, where torchrun sets one
     assert len(re.findall(rf"rank [01] of 2 on \S+, cpu, {threads} CPU threads, gloo", result.stderr)) == 2
 
@@ -84,11 +82,12 @@ def test_no_epochs_and_threads_that_are_the_users_choice(small_mnist):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_plain_python_alone_in_an_empty_folder(script, small_mnist, tmp_path):
+def test_plain_python_alone_in_an_empty_folder_learns_synthetic_images(script, tmp_path):
     shutil.copy(ROOT / script, tmp_path)
-    flags = ("--data-dir", small_mnist, "--epochs", 1, "--train-size", 50, "--batch-size", 10)
-    result = launch(script, *flags, cwd=tmp_path, PYTHONPATH="")
-    assert weights(result.stdout) == weights(finish(DDP, *flags, nproc=1)), result.stderr
+    flags = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--epochs", 1)
+    # More threads would wait for each other by spinning, for minutes where another test has their core.
+    result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
+    assert float(re.search(r"accuracy (\S+)% of 10,000 test images", result.stdout)[1]) > 80, result.stderr
     assert os.listdir(tmp_path) == [script]
 
 
@@ -106,17 +105,10 @@ def test_a_log_file_gets_lines_and_a_terminal_gets_a_bar(small_mnist):
     assert "step 5/12" not in terminal
 
 
-@pytest.mark.parametrize(("script", "flags"), [(DDP, ()), (MANUAL, ()), (MANUAL, ("--sync", "flat"))])
-def test_profile(script, flags, train, tmp_path):
-    """In the last backward() of each of three steps, three buckets are sent; with `flat`, one buffer after it."""
-    more = ("--epochs", 1, "--batch-size", 8, "--accum-steps", 2, "--profile", tmp_path / "new" / "traces")
-    train(script, *flags, *more)
-    for rank in range(2):
-        (path,) = (tmp_path / "new" / "traces").glob(f"rank{rank}.*.json.gz")
-        spans = {}
-        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
-            if event.get("cat") in ("user_annotation", "cpu_op"):
-                spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
-        inside = spans["average" if flags else "backward"]
-        sent = [sum(start < at < end for at, _ in spans["c10d::allreduce_"]) for start, end in inside]
-        assert sent == ([1] * 3 if flags else [0, 3] * 3)
+@pytest.mark.parametrize(("sync", "overlaps"), [("flat", [False]), ("bucketed", [True] * 3)])
+def test_the_profile_shows_that_buckets_are_sent_during_backward(sync, overlaps, train, tmp_path):
+    folder = tmp_path / "new" / "traces"
+    train(MANUAL, "--sync", sync, "--epochs", 1, "--batch-size", 8, "--accum-steps", 2, "--profile", folder)
+    assert sorted(path.name.partition(".")[0] for path in folder.iterdir()) == ["rank0", "rank1"]
+    (_, end), all_reduces, _ = read_step(folder)
+    assert [start < end for start, _ in all_reduces] == overlaps
