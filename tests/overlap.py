@@ -20,7 +20,7 @@ from train_manual_ddp import GradientAverager, build_model
 
 
 def read_step(folder):
-    """Return the (start, end) of backward(), all-reduces and average() in the second step that rank 0 traced, in ms."""
+    """Return (start, end) of backward() and of each all-reduce in the second step that rank 0 traced, in ms."""
     trace = max(Path(folder).glob("rank0.*.pt.trace.json.gz"))  # the newest: the name holds the time
     spans = {name: [] for name in ("backward", "c10d::allreduce_", "gloo:all_reduce", "average")}
     for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
@@ -33,17 +33,16 @@ def read_step(folder):
     calls = sorted(span for span in spans["c10d::allreduce_"] if start < span[0] < end)
     # Gloo has threads of its own. Here, one of them is at work on a bucket; before, the bucket may have to queue.
     works = sorted(span for span in spans["gloo:all_reduce"] if start < span[0] < end)
-    return backward, [(call[0], work[1]) for call, work in zip(calls, works, strict=True)], average
+    return backward, [(call[0], work[1]) for call, work in zip(calls, works, strict=True)]
 
 
 def draw(sync, folder):
     """Print the chart of a step, in ms since the beginning of its backward()."""
-    backward, all_reduces, average = read_step(folder)
+    backward, all_reduces = read_step(folder)
     numbered = enumerate(zip(GradientAverager(build_model(), sync).buckets, all_reduces, strict=True), 1)
     sections = {
         "backward": [("backward()", backward)],
         "all-reduce": [(f"bucket {i} ({bucket.nbytes / 2**20:.0f} MiB)", span) for i, (bucket, span) in numbered],
-        "waiting": [("average()", average)],
     }
     print(f"```mermaid\ngantt\n    title --sync {sync}: one step of rank 0, in ms\n    dateFormat x\n    axisFormat %Q")
     for section, bars in sections.items():
