@@ -47,7 +47,7 @@ class TextbookMNIST(datasets.MNIST):
 
 def textbook_step(way, indices, device, args):
     """Return a function that takes a step as tutorials do: no flag makes it faster."""
-    data = TextbookMNIST(*train_ddp.synthesize(args.seed, 0, train_ddp.TRAIN_IMAGES))
+    data = TextbookMNIST(*train_ddp.synthesize(args.seed, 0, args.train_size or train_ddp.TRAIN_IMAGES))
     batches = iter(DataLoader(data, args.batch_size, sampler=cycle(indices)))
     model = train_ddp.build_model().to(device)
     forward = DistributedDataParallel(model) if way == TEXTBOOK_DDP else model

@@ -129,7 +129,7 @@ class Ranks(Background):
         self.processes = []
         for rank in range(nproc):
             place = environment(RANK=rank, LOCAL_RANK=rank, **env)
-            self.processes.append(FORKSERVER.Process(target=be_rank, args=(self.log, place, *target), daemon=True))
+            self.processes.append(FORKSERVER.Process(target=be_rank, args=(self.log, place, *target)))
             self.processes[rank].start()
 
     @staticmethod

@@ -48,18 +48,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         saving = ("--checkpoint", Path(folder) / "ck.pt", "--save-every", 10)
         for kills in (0, args.kills):
-            torchrun, began = start(2, "--standalone", f"--max-restarts={kills}"), time.monotonic()
+            torchrun = start(2, "--standalone", f"--max-restarts={kills}")
             where = {"log": Path(folder) / "log", "cwd": Path.cwd(), "gpu": True}
             with Background(*torchrun, *command, *(saving if kills else ()), **where) as job:
                 disturb(job, 2, kills, pause, random.Random(args.script))
+                job.wait_for("  loss ")
+                began = time.monotonic()
                 if job.wait(timeout=None):
                     sys.exit(job.output())
-                seconds = time.monotonic() - began
                 hashes.append(weights(job.output()))
-                print(
-                    f"{kills} kills: {job.output().count('  loss ')} steps, {seconds:.0f} s, {hashes[-1]}", flush=True
-                )
-            pause = 0.8 * seconds / args.kills  # so that something is left to train after the last one
+                print(f"{kills} kills: {job.output().count('  loss ')} steps, {hashes[-1]}", flush=True)
+            pause = 0.8 * (time.monotonic() - began) / args.kills  # so that something is left after the last one
     sys.exit(None if hashes[0] == hashes[1] else "the weights differ")
 
 

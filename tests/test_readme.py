@@ -8,28 +8,27 @@ import shutil
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, ROOT, SCRIPTS, Ranks, run, start, weights
+from conftest import DDP, ROOT, SCRIPTS, Ranks, finish, run, weights
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.partition("  #")[0].strip()
+BLOCKS = [
+    [line.partition("  #")[0].strip() for line in block.splitlines()]
     for block in re.findall(r"```bash\n(.*?)```", README, re.S)
-    for line in block.splitlines()
 ]
+SUBMISSIONS = [command for block in BLOCKS for command in block if "sbatch" in command]
 *LESSONS, EXAMPLE = re.findall(r"```python\n(.*?)```", README, re.S)
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
 WORDS = {  # what a command begins with: flags that make it short, and what it prints
     "diff ": ("", "< from torch.nn.parallel import DistributedDataParallel\n"),
-    "python tests/benchmark.py": ("--processes 2 --rounds 1 --steps 1 --batch-size 8", "| --sync per-parameter | "),
+    "python tests/benchmark.py": ("--processes 2 --rounds 1 --steps 1 --train-size 64 --batch-size 8", "--sync flat"),
     "python tests/overlap.py": ("", "```mermaid\ngantt\n"),
-    "python tests/soak.py": ("--kills 1 --train-size 320 --batch-size 16 --data-dir DATA", "\n1 kills: "),
+    "python tests/soak.py": ("--kills 1 --train-size 320 --batch-size 16 --epochs 1 --data-dir DATA", "\n1 kills: "),
     "./launch_multinode_ddp.sh --nnodes": ("", "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 "),
     "./launch_multinode_ddp.sh --hosts": ("", "--node-rank=1"),  # as a dry run, there are no such hosts
 }
 TRAINING = "--train-size 512 --batch-size 32 --epochs 1 --data-dir DATA", "the same on every rank"
-SUBMISSIONS = [command for command in COMMANDS if "sbatch" in command]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +38,14 @@ def copy(tmp_path_factory):
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("copy") / "ddp", ignore=files)
 
 
-def test_commands(subtests, small_mnist, copy):
-    assert COMMANDS[0].startswith(ENTER + "requirements.txt && torchrun ") and COMMANDS[1] == TESTS
-    assert len(SUBMISSIONS) == 3
-    for command in [COMMANDS[0].split(" && ")[-1], *COMMANDS[2:]]:
-        flags, words = next((value for start, value in WORDS.items() if command.startswith(start)), TRAINING)
-        if command in SUBMISSIONS or ("=gpu" in command and not torch.cuda.is_available()):
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_commands(block, subtests, small_mnist, copy):
+    assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && torchrun ") and BLOCKS[1] == [TESTS]
+    for command in BLOCKS[block]:
+        if command in (TESTS, *SUBMISSIONS) or ("=gpu" in command and not torch.cuda.is_available()):
             continue
-        command = command.replace(" --nproc-per-node 8 --interface", " --dry-run --interface")
+        command = command.rpartition(" && ")[2].replace(" --nproc-per-node 8 --interface", " --dry-run --interface")
+        flags, words = next((value for start, value in WORDS.items() if command.startswith(start)), TRAINING)
         with subtests.test(command):
             command = f"{command} {flags.replace('DATA', str(small_mnist))}"
             result = run(["bash", "-c", command], cwd=copy, OMP_NUM_THREADS=1, PYTHONPATH="")
@@ -57,6 +56,7 @@ def test_commands(subtests, small_mnist, copy):
 def test_submissions(copy, tmp_path):
     """Slurm takes them; the one for a larger cluster, with the numbers of this one."""
     require(*TOOLS, "sbatch", "slurmctld", "slurmd")
+    assert len(SUBMISSIONS) == 3
     with Slurm.up(tmp_path) as slurm:
         for command in SUBMISSIONS:
             command = command.replace("--nodes=4 --gpus-per-node=8 --cpus-per-task=64", "--nodes=1 --gpus-per-node=1")
@@ -86,9 +86,9 @@ def test_the_example_of_a_model_of_your_own(tmp_path):
     hashes = set()
     for script in SCRIPTS:
         (tmp_path / script).write_text(replaced((ROOT / script).read_text(), EXAMPLE))
-        result = run([*start(2), tmp_path / script, "--epochs", 1, "--batch-size", 250])
-        assert "of 500 test images" in result.stdout, result.stderr
-        hashes.add(weights(result.stdout))
+        output = finish(tmp_path / script, "--epochs", 1, "--batch-size", 250)
+        assert "of 500 test images" in output
+        hashes.add(weights(output))
     assert len(hashes) == 1
 
 
