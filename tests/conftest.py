@@ -28,6 +28,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
 for name in ("OMP_NUM_THREADS", "SLURM_JOB_ID"):  # whoever starts the tests may have set them
     os.environ.pop(name, None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and what it starts, too
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
 FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
