@@ -70,7 +70,7 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = {"--max-restarts", "--rdzv-backend", "--standalone", "--check", "--pid"}  # of torchrun, ruff and py-spy
+    others = {"--max-restarts", "--standalone", "--check", "--pid"}  # of torchrun, ruff and py-spy
     assert named - ours <= others
 
 
