@@ -160,9 +160,10 @@ def load_data(args, rank, local_rank, device):
 def load_batches(dataset, indices, device, args):
     """Yield the samples with these indices in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
     batches = BatchSampler(indices, args.batch_size, drop_last=False)
-    # Here dataset[indices] is a whole batch. A data set of files gives single samples, which workers collate: see
-    # "Your own model and data" in the README. Without a generator, a loader draws from the model's random numbers.
-    for images, labels in DataLoader(dataset, sampler=batches, batch_size=None, generator=torch.Generator()):
+    # Without one of its own, a loader draws from the model's generator. This seed differs by rank and epoch.
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    # Here dataset[indices] is a whole batch. For single samples, see "Your own model and data" in the README.
+    for images, labels in DataLoader(dataset, sampler=batches, batch_size=None, generator=generator):
         yield images.to(device), labels.to(device)
 
 
