@@ -13,7 +13,8 @@
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
-# Exported variables NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go to all nodes.
+# Exported variables NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go to all nodes. On one
+# node with N processes, OMP_NUM_THREADS is by default the number of its CPU cores / N.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
@@ -50,6 +51,10 @@ check_number --master-port "$master_port" 1 65535
 [[ -e $script ]] || script=$(dirname "$0")/$script
 [[ -e $script ]] || fail "there is no script $script"
 [[ ! $interface ]] || export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
+if ((nnodes == 1 && ${#hosts[@]} == 0)) && [[ $nproc_per_node != gpu ]]; then
+    cores=$(($(nproc) / nproc_per_node)) # torchrun's default is 1, whatever the machine has
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
+fi
 mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|PYTORCH|TORCH|CUDA|OMP)_')
 
 command_of() { # print the command of node $1, quoted for a shell
@@ -71,9 +76,9 @@ elif ((${#hosts[@]} == 0)); then
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM; it lets the training save, and kills what is left after 30 s.
+# host then sends torchrun a SIGTERM; it lets the training save, and by default kills it after 30 s.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
-pipe=$! code=0 pids=()
+pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
 trap '' HUP INT TERM # inherited by ssh: a terminal signals it, too, before the training has saved
@@ -89,7 +94,7 @@ stop() { # exit code, reason
     kill "$pipe" 2>/dev/null # Ctrl-C may have done so
 }
 trap 'stop 130 "stopped by a signal"' HUP INT TERM
-while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < 10)); do # one that is cut off ends later
+while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < patience)); do # the next start needs the port
     for node in "${!pids[@]}"; do
         kill -0 "${pids[node]}" 2>/dev/null && continue
         wait "${pids[node]}" || stop $? "${hosts[node]} ended with exit code $?"

@@ -29,6 +29,9 @@ processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 cpus=$((${SLURM_CPUS_PER_TASK:-1} / processes))
 # Where this is unset, torch starts one thread per process, or one for each core of the whole node.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
+# Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
+# 30 s, however long the grace time is. torch before 2.12 ignores the variable.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it over from sbatch
 unset SLURM_GPUS_PER_NODE                           # srun would prefer it to the --gres of sbatch
 

@@ -17,16 +17,17 @@ ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.1
 TOOLS = ("unshare", "nsenter", "ip", "ssh-keygen", "sshd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
-# What takes the place of a training. Asked to stop, it takes a second to save. Its lines are written in one piece.
+# What takes the place of a training. Asked to stop, it takes a second to save, or 12. It writes lines in one piece.
 WORKER = """import os, signal, sys, time
 def save(*_):
-    time.sleep(1)
+    time.sleep(12 if "slow" in sys.argv else 1)
     print("saving", flush=True)  # which must not fail
     open(__file__ + os.environ["RANK"], "w")
     sys.exit(3 if "fail" in sys.argv else 0)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGUSR1, save)
-sys.stdout.write(f"started {os.environ['LOCAL_WORLD_SIZE']} {os.environ.get('OMP_NUM_THREADS')}\\n")
+names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+sys.stdout.write(f"started {' '.join(os.environ.get(name, '-') for name in names)}\\n")
 if "fail" + os.environ["RANK"] in sys.argv: sys.exit(3)
 for _ in range(50 if "short" in sys.argv else 6000):
     time.sleep(0 if os.path.exists(__file__ + ".end") else 0.1)

@@ -48,14 +48,21 @@ def test_a_mistake_is_one_line(arguments):
 
 
 def test_what_is_printed():
-    def printed(*flags):
-        return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0).stdout)
+    def printed(*flags, **env):
+        return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0, **env).stdout)
 
     first, second = printed()
     assert first.startswith("CUDA_VISIBLE_DEVICES=0 torchrun --nnodes=2 --node-rank=0 ")
     assert second == first.replace("--node-rank=0", "--node-rank=1")
     (one,) = printed("--dry-run", "--nproc-per-node", "gpu", "--", "a b")
     assert one.endswith(f" torchrun --standalone --nproc-per-node=gpu {SCRIPTS[0]} a\\ b ")
+    cores = len(os.sched_getaffinity(0))
+    for processes, threads in ((1, cores), (cores, 1), (2 * cores, 1)):
+        (one,) = printed("--dry-run", f"--nproc-per-node={processes}")
+        assert f" OMP_NUM_THREADS={threads} torchrun " in one
+    (one,) = printed("--dry-run", "--nproc-per-node=2", OMP_NUM_THREADS=7)
+    assert " OMP_NUM_THREADS=7 torchrun " in one
+    assert "OMP_NUM_THREADS" not in "".join(printed("--dry-run", "--hosts=node0"))
     first, second = printed("--dry-run", "--hosts=me@node0,node1", "--interface=eth0", "--master-port=1")
     assert "GLOO_SOCKET_IFNAME=eth0" in first and "NCCL_SOCKET_IFNAME=eth0" in first
     assert f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=1 " in second
@@ -94,17 +101,19 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     network.wait_until_empty()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_launcher_is_stopped(how, network, tmp_path):
+@pytest.mark.parametrize(("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGTERM, ""), (signal.SIGKILL, "")])
+def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
     """The first two as a terminal and `timeout` do it: they signal what the launcher has started, too."""
     (tmp_path / "worker.py").write_text(WORKER)
-    command = network.login.inside(LAUNCHER, "--hosts=node0,node1", "--script", tmp_path / "worker.py")
-    with Background(*command, log=tmp_path / "log") as launcher:
+    flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
+    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
         network.login.signal(how, f"bash {LAUNCHER}" if how == signal.SIGKILL else "")
         assert launcher.wait() in (130, -signal.SIGKILL), launcher.output()
+        if how == signal.SIGKILL:  # else it has waited for them
+            network.wait_until_empty()
+        assert (tmp_path / "worker.py0").exists() and (tmp_path / "worker.py1").exists()
         network.wait_until_empty()
-    assert (tmp_path / "worker.py0").exists() and (tmp_path / "worker.py1").exists()
 
 
 def test_a_cable_is_cut(network, small_mnist, tmp_path):

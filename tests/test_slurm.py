@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS, run, start, weights
+from conftest import ROOT, SCRIPTS, run, torchrun, weights
 
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
@@ -32,13 +32,15 @@ def submit(slurm, tmp_path):
     slurm.wait_until_empty()
 
 
-def test_processes_and_their_cpus(slurm, submit, tmp_path):
+def test_processes_and_their_variables(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
-    jobs = {submit(flags=("--nodes=1", flag)): processes for flag, processes in flags.items()}
-    jobs[submit(NPROC_PER_NODE=3)] = 3
-    for job, processes in jobs.items():
-        assert re.findall("started .*", slurm.finish(job)[2]) == processes * [f"started {processes} {16 // processes}"]
+    jobs = {submit(flags=("--nodes=1", flag)): (processes, 16 // processes, 100) for flag, processes in flags.items()}
+    jobs[submit(NPROC_PER_NODE=3)] = (3, 5, 100)
+    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = (1, 7, 8)
+    for job, (processes, threads, timeout) in jobs.items():
+        line = f"started {processes} {threads} {timeout}"
+        assert re.findall("started .*", slurm.finish(job)[2]) == processes * [line]
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
@@ -50,7 +52,7 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     for node in slurm.nodes:  # as Slurm looks at limits every 30 s
         node.signal(signal.SIGSTOP, f"-u {SCRIPT}")  # how torchrun calls it
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    undisturbed = run([*start(4), SCRIPT, *arguments], OMP_NUM_THREADS=1)
+    undisturbed = run([*torchrun(4), SCRIPT, *arguments], OMP_NUM_THREADS=1)
     wait_until(lambda: "time is nearly up" in slurm.log(job))
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     for node in slurm.nodes:
