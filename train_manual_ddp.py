@@ -37,7 +37,7 @@ from tqdm import tqdm
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
 WARMUP = 0.3  # the part of the training in which the learning rate rises
-TEST_LINE = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_samples} test images"
+TESTED = "test loss {test_loss:.4f}  accuracy {test_accuracy:.2%} of {test_samples:,} test images"
 
 
 class ManualDistributedSampler:
@@ -487,7 +487,7 @@ def main():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, on_signal)
     if epoch >= args.epochs:
-        say(TEST_LINE.format(**evaluate(model, test_set, device, args)), sys.stdout)
+        say(TESTED.format(**evaluate(model, test_set, device, args)), sys.stdout)
 
     while epoch < args.epochs:
         model.train()
@@ -547,7 +547,7 @@ def main():
             line += "train loss {train_loss:.4f}  {samples_per_second:,.0f} samples/s  "
         result |= evaluate(model, test_set, device, args)
         say(json.dumps(result), metrics)
-        say((line + TEST_LINE).format(**result), sys.stdout)
+        say((line + TESTED).format(**result), sys.stdout)
         epoch, first = epoch + 1, 0
         # 7. Let one rank write, and put no collective behind such an `if`: the others skip it.
         if rank == 0:

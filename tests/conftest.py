@@ -26,7 +26,7 @@ ROOT = Path(train_ddp.__file__).parent
 SCRIPTS = DDP, MANUAL = "train_ddp.py", "train_manual_ddp.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
-for name in ("OMP_NUM_THREADS", "SLURM_JOB_ID"):  # whoever starts the tests may have set them
+for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # whoever starts the tests may have set them
     os.environ.pop(name, None)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and what it starts, too
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
@@ -40,14 +40,14 @@ def environment(gpu=False, **changes):
     return os.environ | hidden | {name: str(value) for name, value in changes.items()}
 
 
-def run(command, cwd=ROOT, gpu=False, timeout=180, **env):
+def run(command, cwd=ROOT, gpu=False, timeout=400, **env):
     """Run a command to its end; return the CompletedProcess, its output as text."""
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": timeout}
     return subprocess.run([*map(str, command)], cwd=cwd, env=environment(gpu, **env), **options)
 
 
-def start(nproc, *flags):
-    """Return the start of a command: torchrun with its `flags`, which are --standalone by default."""
+def torchrun(nproc, *flags):
+    """Return the beginning of a command: torchrun with its `flags`, which are --standalone by default."""
     return [TORCHRUN, *(flags or ["--standalone"]), f"--nproc_per_node={nproc}"]
 
 
@@ -89,7 +89,7 @@ class Background:
     def output(self):
         return self.log.read_bytes().decode()
 
-    def wait_for(self, what, timeout=120):
+    def wait_for(self, what, timeout=300):
         """Wait until a pattern is in the output, or a function returns something."""
         look = what if callable(what) else lambda: re.search(what, self.output())
         deadline = time.monotonic() + timeout
@@ -98,7 +98,7 @@ class Background:
             time.sleep(0.01)
         return found
 
-    def wait(self, timeout=180):
+    def wait(self, timeout=400):
         """Wait for its end; return the exit code."""
         return self.process.wait(timeout)
 
@@ -125,11 +125,11 @@ class Ranks(Background):
     def __init__(self, *target, nproc=2, log=None, **env):
         self.log = Path(log or tempfile.mkstemp()[1])
         target = target if callable(target[0]) else (run_script, *target)
-        env = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | env
+        env = {"WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | env
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.find_port()}
         self.processes = []
         for rank in range(nproc):
-            place = environment(RANK=rank, LOCAL_RANK=rank, **env)
+            place = environment(**{"RANK": rank, "LOCAL_RANK": rank} | env)
             self.processes.append(FORKSERVER.Process(target=be_rank, args=(self.log, place, *target)))
             self.processes[rank].start()
 
@@ -141,7 +141,7 @@ class Ranks(Background):
     def pids(self):
         return {rank: process.pid for rank, process in enumerate(self.processes) if process.is_alive()}
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=300):
         """Wait for their ends; return the exit codes."""
         for process in self.processes:
             process.join(timeout)
@@ -164,9 +164,9 @@ def fail(*target, nproc=1, **env):
 
 
 def outcome(metrics):
-    """Return what of a run's --metrics must repeat: all but the times, and a last digit of sums in another order."""
+    """Return what of a run's --metrics must repeat: all but the speed, and a last digit of sums in another order."""
     entries = [json.loads(line, parse_float=lambda text: f"{float(text):.12g}") for line in metrics.open()]
-    entries = [{key: entry[key] for key in entry if key not in ("seconds", "samples_per_second")} for entry in entries]
+    entries = [{key: entry[key] for key in entry if key != "samples_per_second"} for entry in entries]
     # After a kill between an epoch's line and its save, the line is there twice.
     return [entry for i, entry in enumerate(entries) if entry not in entries[:i]]
 

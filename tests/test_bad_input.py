@@ -1,5 +1,6 @@
 """A user's mistake, or a bad network, gets a line that says what to do, and an exit code; nothing hangs or is lost."""
 
+import os
 import re
 import signal
 import socket
@@ -7,20 +8,26 @@ import sys
 
 import pytest
 import torch
-from conftest import DDP, MANUAL, SCRIPTS, Background, Ranks, fail, finish, run, run_script, write_mnist
+import torch.distributed as dist
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, run, run_script, torchrun, write_mnist
 from torchvision.datasets import MNIST
 
 MISTAKES = {
-    **{f"--{flag} 0": f"--{flag} 0: it has to be positive" for flag in ("accum-steps", "train-size", "log-interval")},
-    **{f"--{flag} 0": f"--{flag} 0.0: it has to be positive" for flag in ("lr", "timeout")},
-    **{f"--{flag} -1": f"--{flag} -1: it has to be 0 or positive" for flag in ("epochs", "seed", "save-every")},
-    "--lr nan": "--lr nan: it has to be positive",
+    **{f"--{flag} 0": f"--{flag} 0: give a positive number" for flag in ("accum-steps", "train-size", "log-interval")},
+    **{f"--{flag} 0": f"--{flag} 0.0: give a positive number" for flag in ("lr", "timeout")},
+    **{
+        f"--{flag} -1": f"--{flag} -1: give a positive number"
+        for flag in ("epochs", "seed", "save-every", "train-size")
+    },
+    "--clip-grad-norm -1": "--clip-grad-norm -1.0: give a positive number",
+    "--lr nan": "--lr nan: give a positive number",
+    "--check ck.pt": "unrecognized arguments: --check ck.pt",
     "--batch-size many": "argument --batch-size: invalid int value: 'many'",
     "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     "--save-every 5": "--save-every needs --checkpoint FILE",
-    "--batch-size 70000": "a step takes 70000 samples, but there are 600: lower --batch-size",
+    "--batch-size 70000": "a step takes 70000 of 600 samples: lower --batch-size",
     "--metrics missing/m.jsonl": "No such file or directory: 'missing/m.jsonl'",
-    "--checkpoint missing/ck.pt": "--checkpoint missing/ck.pt: cannot write to the folder missing",
+    "--checkpoint /proc/ck.pt": "No such file or directory: '/proc/",
     "--backend carrier-pigeon": "carrier-pigeon",
     "--data-dir /proc/no": "no usable MNIST in /proc/no/MNIST/raw: put the four .gz files there, or",
 }
@@ -28,7 +35,21 @@ MISTAKES = {
 
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_mistakes(flags, small_mnist):
-    assert MISTAKES[flags] in fail(SCRIPTS[len(flags) % 2], "--data-dir", small_mnist, *flags.split())
+    assert MISTAKES[flags] in fail(DDP, "--data-dir", small_mnist, *flags.split())
+
+
+def as_a_task_of_srun(script):
+    del os.environ["RANK"]  # which torchrun sets
+    run_script(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_starts_that_would_go_wrong_in_silence(script):
+    line = "srun has started several processes, each of which would train alone: let it start one torchrun per node"
+    assert line in fail(as_a_task_of_srun, script, SLURM_STEP_NUM_TASKS=2)
+    result = run([*torchrun(1, "--standalone", "--max-restarts=1"), ROOT / script])
+    line = "wait: use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=...\n"
+    assert line in result.stderr and "global batch" not in result.stderr and result.returncode == 1
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:5000], lambda _: b"<html>Sign in to use this network</html>"])
@@ -41,15 +62,35 @@ def test_damaged_data(damage, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loss_that_is_not_finite_stops_every_rank_and_is_not_saved(script, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 32, "--log-interval", 3, "--checkpoint", tmp_path / "ck.pt")
-    with Ranks(script, *flags, "--lr", 1e9, "--save-every", 1) as ranks:
+    with Ranks(script, *flags, "--lr", 1e9) as ranks:
         assert ranks.wait() == [1, 1]
         first, second = re.findall(r"(?m)^loss (?:nan|inf) in epoch 1, step \d: try a lower --lr.*", ranks.output())
         assert first == second
-    assert all(tensor.isfinite().all() for tensor in torch.load(tmp_path / "ck.pt")["model"].values())
     # The loss of the only step is finite, but with the weights after it, that of the test images is not.
-    flags = (*flags, "--train-size", 64, "--checkpoint", tmp_path / "other.pt")
-    assert "the test loss is nan: try a lower --lr" in fail(script, *flags, "--lr", 1e25, nproc=2)
-    assert not (tmp_path / "other.pt").exists()
+    assert "the test loss is nan: try a lower --lr" in fail(script, *flags, "--train-size", 64, "--lr", 1e25, nproc=2)
+    # Here, the weights themselves are not, after a step that is to be saved.
+    with Ranks(script, *flags, "--lr", 1e39, "--save-every", 1) as ranks:
+        assert ranks.wait()[0] == 1
+        assert "the weights are not finite, and were not saved: try a lower --lr" in ranks.output()
+    assert not (tmp_path / "ck.pt").exists()
+
+
+def with_an_aborted_all_reduce(*command):
+    """Run a script whose all-reduces return each rank's own numbers, as NCCL's do between a failure and the end."""
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda tensor, async_op=False: all_reduce(tensor, async_op=True) if async_op else None
+    run_script(*command)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_all_reduce_that_lacks_a_rank_is_noticed_and_nothing_saved(script, small_mnist, tmp_path):
+    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--checkpoint", tmp_path / "ck.pt", "--save-every", 1)
+    with Ranks(with_an_aborted_all_reduce, script, *flags) as ranks:
+        assert ranks.wait() == [1, 1]
+        assert ranks.output().count("only 1 of 2 ranks are left: nothing was saved\n") == 2
+    assert not (tmp_path / "ck.pt").exists()
+    line = fail(with_an_aborted_all_reduce, script, *flags, "--epochs", 0, nproc=2)
+    assert re.fullmatch(r"5[01] of 101 test images were counted: a rank is missing", line)
 
 
 def pretend(accelerator, *flags):
@@ -60,8 +101,8 @@ def pretend(accelerator, *flags):
 
 
 def test_more_processes_than_gpus_and_a_mac(small_mnist):
-    line = fail(pretend, "cuda", nproc=3)
-    assert line == "3 processes on this node, but 2 GPUs: lower --nproc_per_node"
+    line = fail(pretend, "cuda", LOCAL_RANK=2)
+    assert line.startswith("no GPU for local rank 2, as this node has 2: lower --nproc_per_node, or train on CPUs: ")
     assert ", cpu, " in finish(pretend, "mps", "--data-dir", small_mnist, "--epochs", 0, nproc=1)
 
 

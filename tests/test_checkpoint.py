@@ -1,8 +1,11 @@
 """Nothing is lost: whatever ends a run, and however often, it ends on the bits of the run that nobody disturbed."""
 
 import contextlib
+import itertools
+import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -10,7 +13,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, outcome, run_script, start, weights
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, outcome, run_script, torchrun, weights
 from soak import disturb
 from torch.utils.data import TensorDataset
 
@@ -37,8 +40,8 @@ def undisturbed(flags, tmp_path_factory):
 
 
 def test_kills_at_any_moment_under_torchrun(saving, undisturbed, tmp_path):
-    command = start(2, "--nnodes=1", f"--master-port={Ranks.find_port()}", "--max-restarts=2")  # one for each kill
-    with Background(*command, ROOT / MANUAL, *saving, "--save-every", 1, log=tmp_path / "log") as job:
+    command = (*torchrun(2, "--standalone", "--max-restarts=2"), ROOT / MANUAL, *saving, "--save-every", 1)
+    with Background(*command, log=tmp_path / "log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) as job:
         disturb(job, 2, 2, 1.5, random.Random(4))  # with this seed, rank 0 in a step, and rank 1 in the second start
         assert job.wait() == 0 and "going on from" in job.output()
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
@@ -56,10 +59,49 @@ def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
+def stopped_in(owner, name, call, *command):
+    """Run a script whose rank 1 gets a signal in the n-th `call` of a method."""
+    method, calls = getattr(owner, name), itertools.count(1)
+
+    def signalled(self, *args, **kwargs):
+        if next(calls) == call and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, signalled)
+    run_script(*command)
+
+
+AT_THE_END_OF_AN_EPOCH = (torch.optim.AdamW, "step", 10, "epoch 1/2  step 10/10", "after 0 epochs and 10 of 10 steps")
+WHILE_EVALUATING = (torch.nn.Module, "eval", 1, "epoch 2/2  step 1/10", "after 1 epochs and 1 of 10 steps")
+
+
+@pytest.mark.parametrize(("owner", "name", "call", "last", "after"), [AT_THE_END_OF_AN_EPOCH, WHILE_EVALUATING])
+def test_a_stop_between_epochs(owner, name, call, last, after, saving, undisturbed, tmp_path):
+    output = finish(stopped_in, owner, name, call, DDP, *saving)
+    assert re.search(rf"{last}.*\n{STOPPED}", output)
+    fewer = finish(DDP, *saving, "--epochs", 1)  # than it has done, or as many
+    assert after in fewer and "  step " not in fewer
+    assert ("epoch 1  test loss " in fewer) == (call == 10)  # no step was taken: there is no speed, and no train loss
+    metrics = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert all(entry.get("samples_per_second", 1) > 0 for entry in metrics)
+    assert sum("train_loss" in entry for entry in metrics) == (call == 1)
+    assert weights(finish(DDP, *saving)) == outcome(undisturbed / "m.jsonl")[-1]["weights_sha256"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_stop_in_the_step_that_makes_weights_not_finite_is_an_error(script, flags, tmp_path):
+    saving = (*flags, "--train-size", 32, "--lr", 1e39, "--checkpoint", tmp_path / "ck.pt")
+    with Ranks(stopped_in, torch.optim.AdamW, "step", 1, script, *saving) as ranks:
+        assert ranks.wait()[0] == 1
+        assert "the weights are not finite, and were not saved: try a lower --lr" in ranks.output()
+        assert STOPPED not in ranks.output() and not (tmp_path / "ck.pt").exists()
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
     killed = how == signal.SIGKILL
-    with Background(*start(2), ROOT / SCRIPTS[killed], *saving, log=tmp_path / "log") as job:
+    with Background(*torchrun(2), ROOT / SCRIPTS[killed], *saving, log=tmp_path / "log") as job:
         job.wait_for("epoch 1/2  step 7/")
         job.process.send_signal(how)
         assert job.wait() == (-9 if killed else 1)  # 1 though all workers, to which it passes the signal on, return 0
@@ -108,7 +150,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
         ranks.kill(1, number)
         assert ranks.wait() == [0, 0]
         assert ranks.output().count(STOPPED) == 1
-    used = torch.load(tmp_path / "ck.pt")["place"][1]
+    used = torch.load(tmp_path / "ck.pt")["position"][1]
     batch, steps = 16 * after, 320 // (16 * after)
     done = -(-used // batch)
     assert done < steps, "not saved where it stopped"
@@ -125,8 +167,8 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
     [
         (5_000_000, (), "ck.pt is damaged: delete it, or give another name"),
         (0, (), "ck.pt is damaged: delete it, or give another name"),
-        (None, ("--seed", 1), "ck.pt is of a run with --seed 0: use that, or give another name"),
-        (None, ("--dataset", "synthetic"), "ck.pt is of a run with --dataset mnist: use that, or give another name"),
+        (None, ("--seed", 1), "ck.pt is of a run with --dataset mnist --train-size 320 --seed 0, not --dataset mnist"),
+        (None, ("--dataset", "synthetic"), "--seed 0, not --dataset synthetic --train-size 320 --seed 0: give another"),
     ],
 )
 def test_unfit_files_are_refused_and_stay(size, other, line, undisturbed, flags, tmp_path):
@@ -134,6 +176,14 @@ def test_unfit_files_are_refused_and_stay(size, other, line, undisturbed, flags,
     path.write_bytes(content)
     assert line in fail(MANUAL, *flags, *other, "--checkpoint", path)
     assert path.read_bytes() == content
+
+
+def test_another_format_is_refused_and_a_missing_folder_is_made(flags, tmp_path):
+    path = tmp_path / "new" / "folder" / "ck.pt"
+    finish(DDP, *flags, "--epochs", 1, "--train-size", 32, "--checkpoint", path)
+    state = torch.load(path)
+    torch.save({"model": state["model"], "optimizer": state["optimizer"], "place": (1, 0, 0.0)}, path)
+    assert "ck.pt is of a run with None, not --dataset mnist" in fail(DDP, *flags, "--checkpoint", path)
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_old_file_which_goes_on(undisturbed, flags, tmp_path):
