@@ -60,7 +60,7 @@ def parse_args():
     add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="needs files or none")
+    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
     add("--seed", type=int, default=0, metavar="N", help="of weights, order, synthetic images")

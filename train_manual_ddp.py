@@ -101,6 +101,13 @@ class Bucket:
         self.missing = set(self.views)
 
 
+CAPACITIES = {  # of the first bucket and of the others: how many bytes make it full
+    "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
+    "flat": (math.inf, math.inf),
+    "per-parameter": (1, 1),
+}
+
+
 class GradientAverager:
     """Give every rank the average of all ranks' gradients: DistributedDataParallel, by hand.
 
@@ -120,12 +127,7 @@ class GradientAverager:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
         self.sync, self.accumulating = sync, False
-        capacities = {  # at how many bytes the first bucket is full, and the others
-            "per-parameter": (1, 1),
-            "flat": (math.inf, math.inf),
-            "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
-        }
-        first, others = capacities[sync]
+        first, others = CAPACITIES[sync]
         groups, size = [], 0
         # Filled, and sent, in the order of backward(), which begins with the last layer.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
@@ -192,15 +194,10 @@ def parse_args():
     add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
     add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
-    add(
-        "--sync",
-        choices=("bucketed", "flat", "per-parameter"),
-        default="bucketed",
-        help="how to average",
-    )
+    add("--sync", choices=CAPACITIES, default="bucketed", help="how to average gradients")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="needs files or none")
+    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
     add("--seed", type=int, default=0, metavar="N", help="of weights, order, synthetic images")
