@@ -1,11 +1,12 @@
 """How fast: a step of the scripts against plain DDP, the textbook and no synchronisation at all; how far it scales.
 
-    python tests/benchmark.py                                      # on GPUs, or on CPUs where there are none
-    python tests/benchmark.py --processes 2 --rounds 20            # more exact, for two processes only
-    python tests/benchmark.py --batch-size 512 --precision bf16    # flags of train_ddp.py go to the scripts' steps
+    python tests/benchmark.py                                  # on GPUs, or on CPUs where there are none
+    python tests/benchmark.py --processes 2 --batch-size 64    # flags of train_ddp.py go to the scripts' steps
+    python tests/benchmark.py --link none 2.5gbit 1gbit        # between two hosts: what is overlap worth?
 
 All ways are measured interleaved in the same processes: a round is a few steps of each, in random order. The speed-up
-is the median of the ratios within each round. The images are synthetic. Each process has one CPU thread.
+is the median of the ratios within each round. The images are synthetic. Each process has one CPU thread. With --link
+(Linux, root), the hosts are network namespaces of this machine, with one process each; a round has all ways and links.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import cycle, islice
 from pathlib import Path
@@ -34,7 +36,6 @@ import train_manual_ddp
 LIMIT, SCRIPT, DEFAULTS = "no synchronisation", "train_ddp.py", "DDP at its defaults"
 SYNCS = ["--sync bucketed", "--sync flat", "--sync per-parameter"]
 TEXTBOOK, TEXTBOOK_DDP = "textbook, by hand", "textbook, DDP"
-RULE = "| --- | --- | --- | --- |"
 
 
 class TextbookMNIST(datasets.MNIST):
@@ -43,6 +44,19 @@ class TextbookMNIST(datasets.MNIST):
     def __init__(self, images, labels):
         self.data, self.targets, self.target_transform = torch.from_numpy(images), labels, None
         self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+
+
+def print_table(*rows):
+    """Print a table. Its first row is the header."""
+    print()
+    for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]):
+        print("|", " | ".join(row), "|", flush=True)
+
+
+def spread(values, digits=0):
+    """Return the median and the interquartile range."""
+    low, median, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (25, 50, 75)))
+    return f"{median} ({low} to {high})"
 
 
 def textbook_step(way, indices, device, args):
@@ -67,30 +81,46 @@ def textbook_step(way, indices, device, args):
     return step
 
 
+def endless_batches(data, indices, device, args):
+    """Yield full batches without end, in epochs of a hundred, however many images there are."""
+    endless = cycle(indices)
+    while True:
+        yield from train_ddp.load_batches(data, list(islice(endless, 100 * args.batch_size)), device, args)
+
+
 def script_step(way, train_set, indices, device, args):
     """Return a function that takes a step as the scripts do, from reading the batch to the optimizer."""
-    batches = train_ddp.load_batches(train_set, cycle(indices), device, args)
+    batches = endless_batches(train_set, indices, device, args)
     model = train_ddp.build_model().to(device)
     if args.compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), fused=True)
     if way in SYNCS:
         averager = train_manual_ddp.GradientAverager(model, way.split()[1])
-        return lambda: train_manual_ddp.train_step(model, averager, optimizer, islice(batches, args.accum_steps), args)
+        return lambda: train_manual_ddp.train_step(model, averager, optimizer, batches, args)
     model.no_sync = contextlib.nullcontext  # DDP has one of its own
     ddp = model if way == LIMIT else DistributedDataParallel(model, gradient_as_bucket_view=way == SCRIPT)
     ddp.broadcast_buffers = way == DEFAULTS
-    return lambda: train_ddp.train_step(ddp, optimizer, islice(batches, args.accum_steps), args)
+    return lambda: train_ddp.train_step(ddp, optimizer, batches, args)
 
 
-def measure(args, rounds, steps_per_turn):
-    """Under torchrun: print, as JSON, a list for each way: the seconds per step in every round."""
-    rank, local_rank, _, device = train_ddp.setup(args)
+def limit(link):
+    """Return the command that limits what a host sends to the rate of the link."""
+    queue = "noqueue" if link == "none" else f"tbf rate {link} burst 1mb latency 200ms"
+    return ["tc", "qdisc", "replace", "dev", "eth0", "root", *queue.split()]
+
+
+def measure(args, options):
+    """In each process: measure. Rank 0 prints, as JSON, for each link and way the ms per step in every round."""
+    train_ddp.check_launch()
     torch.set_num_threads(1)
+    rank, local_rank, _, device = train_ddp.setup(args)
     train_set, _ = train_ddp.load_data(args, rank, local_rank, device)
     indices = list(DistributedSampler(train_set, seed=args.seed, drop_last=True))
-    steps = {way: script_step(way, train_set, indices, device, args) for way in (LIMIT, SCRIPT, DEFAULTS, *SYNCS)}
-    steps |= {way: textbook_step(way, indices, device, args) for way in (TEXTBOOK, TEXTBOOK_DDP)}
+    ways = (LIMIT, SCRIPT, *SYNCS) if options.link else (LIMIT, SCRIPT, DEFAULTS, *SYNCS)
+    steps = {way: script_step(way, train_set, indices, device, args) for way in ways}
+    if not options.link:
+        steps |= {way: textbook_step(way, indices, device, args) for way in (TEXTBOOK, TEXTBOOK_DDP)}
 
     def clock():
         if device.type != "cpu":
@@ -99,56 +129,91 @@ def measure(args, rounds, steps_per_turn):
         return time.perf_counter()
 
     rng = random.Random(0)  # the same order on all ranks
-    turns = [way for _ in range(1 + rounds) for way in rng.sample(list(steps), len(steps))]
-    seconds = {way: [] for way in steps}
-    for way in tqdm(turns, unit="turn", disable=None if rank == 0 else True):
+    turns = [(link, way) for link in options.link or ["none"] for way in steps]
+    ms = {link: {way: [] for way in steps} for link, _ in turns}
+    turns = [turn for _ in range(1 + options.rounds) for turn in rng.sample(turns, len(turns))]
+    for link, way in tqdm(turns, unit="turn", disable=None if rank == 0 else True):
+        if options.link:
+            subprocess.run(limit(link), check=True)
         start = clock()
-        for _ in range(steps_per_turn):
+        for _ in range(options.steps):
             steps[way]()
-        seconds[way].append((clock() - start) / steps_per_turn)
+        ms[link][way].append(1000 * (clock() - start) / options.steps)
     if rank == 0:  # in the first round, --compile compiles and DDP lays out its buckets: that does not count
-        print(json.dumps({way: values[1:] for way, values in seconds.items()}))
+        print(json.dumps({link: {way: ms[link][way][1:] for way in steps} for link in ms}))
     dist.destroy_process_group()
 
 
-def spread(values, form):
-    """Return the median and the interquartile range."""
-    low, median, high = (form.format(value) for value in np.percentile(values, (25, 50, 75)))
-    return f"{median} ({low} to {high})"
+def torchrun(world, *command, **env):
+    """Run a script in `world` processes with one CPU thread each. Return what rank 0 prints, as JSON, at the end."""
+    start = [Path(sys.executable).with_name("torchrun"), "--standalone", f"--nproc_per_node={world}"]
+    output = subprocess.check_output([*start, *command], env=os.environ | {"OMP_NUM_THREADS": "1"} | env)
+    return json.loads(output.splitlines()[-1])
+
+
+def compare_links(links, command):
+    """Measure on two hosts. Print a table, which has a column for each link between them, and a chart."""
+    import pytest
+    from cluster import TOOLS, Network, environment, require
+
+    env = environment(WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="10.213.0.10", MASTER_PORT=999, GLOO_SOCKET_IFNAME="eth0")
+    try:
+        rates = [float(link.replace("gbit", "e3").replace("mbit", "").replace("none", "inf")) for link in links]
+        require(*TOOLS, "tc")
+        with tempfile.TemporaryDirectory() as folder, Network.up(Path(folder)) as network:
+            # Some kernels have bbr as default, which takes CPU time to pace what it sends. Some have no tbf.
+            for setting in (["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"], *map(limit, links)):
+                for node in network.nodes:
+                    node.must(*setting)
+            node0, node1 = (node.inside(sys.executable, *command) for node in network.nodes)
+            subprocess.Popen(node1, env=env | {"RANK": "1"})  # its host's end ends it, too
+            output = subprocess.check_output(node0, env=env | {"RANK": "0"})
+    except (ValueError, pytest.skip.Exception, AssertionError) as error:  # of float(), require(), must()
+        sys.exit(f"--link: {error}")
+    results = json.loads(output.splitlines()[-1]).values()
+    rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS)]
+    megabits = 8 * sum(p.nbytes for p in train_ddp.build_model().parameters()) / 1e6
+    paper = [np.median(ms[LIMIT]) + 1000 * megabits / rate for ms, rate in zip(results, rates, strict=True)]
+    rows.append([f"flat, on paper: {LIMIT} + 2 (W - 1) / W x S / B", *(f"{ms:,.0f}" for ms in paper)])  # W is 2
+    ratios = (np.divide(ms["--sync flat"], ms["--sync bucketed"]) for ms in results)
+    print_table(["ms per step, link of", *links], *rows, ["flat / bucketed", *(spread(ratio, 2) for ratio in ratios)])
+    medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS)}
+    print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red, green"}}}}%%')
+    print('xychart-beta\n    title "gray: no sync, blue: bucketed, red: flat, green: per-parameter"')
+    print(f'    x-axis "link" {json.dumps(links)}\n    y-axis "ms per step" 0 --> {max(map(max, medians.values()))}')
+    print(*(f'    line "{way}" {values}' for way, values in medians.items()), "```", sep="\n")
 
 
 def main():
-    own_flags = sys.argv[1:]
+    command = [Path(__file__).resolve(), *sys.argv[1:]]
     parser = argparse.ArgumentParser(allow_abbrev=False, epilog="All other flags go to train_ddp.py.")
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: 1, 2, 4, ...")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="turns of each way; default: 10")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps of a turn; default: 5")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of a turn; default: 3")
+    parser.add_argument("--link", nargs="*", metavar="RATE", help="default: none 2.5gbit 1gbit")
     options, flags = parser.parse_known_args()
+    options.link = ["none", "2.5gbit", "1gbit"] if options.link == [] else options.link
     sys.argv[1:] = [*flags, "--dataset", "synthetic"]
     args = train_ddp.parse_args()
     if "RANK" in os.environ:
-        return measure(args, options.rounds, options.steps)
-
-    device = torch.accelerator.current_accelerator(check_available=True)
-    most = torch.accelerator.device_count() if device and device.type != "mps" else os.cpu_count()
+        return measure(args, options)
     samples = args.batch_size * args.accum_steps  # of a process in each step
     print(f"{samples} samples per process and step; median of {options.rounds} rounds (interquartile range)")
-    first, scaling = None, []
+    if options.link:
+        return compare_links(options.link, command)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    most = torch.accelerator.device_count() if device and device.type != "mps" else os.cpu_count()
+    first, scaling = {}, []
     for world in options.processes or [2**i for i in range(most.bit_length())]:
-        torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", f"--nproc_per_node={world}"]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        result = subprocess.run([*torchrun, __file__, *own_flags], env=env, stdout=subprocess.PIPE, check=True)
-        seconds = {way: np.array(values) for way, values in json.loads(result.stdout.splitlines()[-1]).items()}
-        first = first or seconds
-        print(f"\n| processes: {world} | ms per step | speed-up over {SCRIPT} | over {TEXTBOOK} |\n{RULE}")
-        for way, values in seconds.items():
-            speed_ups = [spread(seconds[base] / values, "{:.2f}") for base in (SCRIPT, TEXTBOOK)]
-            print("|", " | ".join([way, spread(1000 * values, "{:.0f}"), *speed_ups]), "|", flush=True)
-        efficiencies = [f"{np.median(first[way]) / np.median(seconds[way]):.0%}" for way in (SCRIPT, LIMIT)]
-        speed = spread(world * samples / seconds[SCRIPT], "{:,.0f}")
-        scaling.append(f"| {world} | {speed} | {' | '.join(efficiencies)} |")
-    print(f"\n| processes | samples/s of {SCRIPT} | efficiency | efficiency of {LIMIT} |\n{RULE}")
-    print(*scaling, sep="\n")
+        ms, bases = torchrun(world, *command)["none"], (SCRIPT, TEXTBOOK)
+        rows = [[way, spread(ms[way]), *(spread(np.divide(ms[base], ms[way]), 2) for base in bases)] for way in ms]
+        print_table([f"processes: {world}", "ms per step", f"speed-up over {SCRIPT}", f"over {TEXTBOOK}"], *rows)
+        scaling.append([str(world)])
+        for way in (SCRIPT, LIMIT):
+            speeds = 1000 * samples / np.array(ms[way])  # of one process
+            efficiency = np.median(speeds) / first.setdefault(way, np.median(speeds))
+            scaling[-1] += [spread(world * speeds), f"{efficiency:.0%}"]
+    print_table(["processes", f"samples/s of {SCRIPT}", "efficiency", f"of {LIMIT}", "efficiency"], *scaling)
 
 
 if __name__ == "__main__":
