@@ -5,14 +5,17 @@
     ... train_ddp.py --dataset synthetic                     # without a download
     ... train_ddp.py --checkpoint ck.pt                      # goes on from ck.pt, if it is there
 
-Each process (a rank) holds the whole model, and trains on its own part of every batch. The ranks
-average their gradients, so all take the same optimizer step and stay equal. NCCL carries the
-gradients between GPUs, Gloo between CPUs.
+Each process (a rank; there are W of them) holds the whole model, and trains on its own part of
+every batch. The ranks average their gradients, so all take the same optimizer step, and their
+weights stay equal. They do so by collectives: calls that all ranks make together, such as an
+all-reduce, which gives each the sum of all. NCCL carries them out between GPUs, Gloo between CPUs.
 
-Seven places make it distributed. They have the numbers of the README: 1 and 2 stand in `setup`,
-6 in `evaluate`, the others in `main`, where the reading begins. train_manual_ddp.py is this
-script with DistributedSampler and DistributedDataParallel written by hand; their diff is the
-next lesson. For your own model and data, change `build_model`, `load_data` and `load_batches`.
+Begin with `main`, at the end. Seven changes make a script distributed. They have the numbers of
+the README: 1 and 2 stand in `setup`, 6 in `evaluate`, the others in `main`. (Other collectives
+serve downloads, reports and checkpoints.) train_manual_ddp.py is this script with
+DistributedSampler and DistributedDataParallel written by hand; their diff is the next lesson.
+For your own model and data, change `build_model`, `load_data` and `load_batches`; the loss is in
+`train_step` and `evaluate`.
 """
 
 import argparse
@@ -55,7 +58,7 @@ def parse_args():
     add("--epochs", type=int, default=3, metavar="N", help="0 evaluates and exits")
     add("--batch-size", type=int, default=128, metavar="N", help="samples per forward pass")
     add("--accum-steps", type=int, default=1, metavar="N", help="forward passes per step")
-    add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
     add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
@@ -63,7 +66,7 @@ def parse_args():
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
-    add("--seed", type=int, default=0, metavar="N", help="of weights, order, synthetic images")
+    add("--seed", type=int, default=0, help="of weights, order, synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", metavar="NAME", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
     add("--timeout", type=float, default=300, metavar="S", help="seconds a collective may wait")
@@ -96,20 +99,17 @@ def setup(args):
     if accelerator and accelerator.type != "mps":  # Apple's GPUs have no backend
         gpus = torch.accelerator.device_count()
         if local_rank >= gpus:
-            sys.exit(
-                f"no GPU for local rank {local_rank}, as this node has {gpus}: lower "
-                "--nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
-            )
+            fix = "lower --nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
+            sys.exit(f"no GPU for local rank {local_rank}, as this node has {gpus}: {fix}")
         device = device_id = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
 
-    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL would guess it.)
+    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses it; Gloo
+    # takes none.)
     backend = args.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
-    sys.stderr.write(
-        f"rank {rank} of {world_size} on {socket.gethostname()}, {device}, "
-        f"{torch.get_num_threads()} CPU threads, {backend}, torch {torch.__version__}\n"
-    )
+    place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
+    sys.stderr.write(f"rank {rank} of {world_size} on {place}, torch {torch.__version__}\n")
     return rank, local_rank, world_size, device
 
 
@@ -119,10 +119,8 @@ def read_mnist(folder):
     try:
         sets = [MNIST(folder, train, download=True) for train in (True, False)]
     except Exception as error:  # a damaged file makes torchvision raise nearly anything
-        sys.exit(
-            f"no usable MNIST in {folder}/MNIST/raw: put the four .gz files there, or use "
-            f"--dataset synthetic; delete damaged files. {error!r}"
-        )
+        fix = "put the four .gz files there, or use --dataset synthetic; delete damaged files"
+        sys.exit(f"no usable MNIST in {folder}/MNIST/raw: {fix}. {error!r}")
     return [(part.data, part.targets) for part in sets]
 
 
@@ -141,11 +139,12 @@ def load_data(args, rank, local_rank, device):
     sets, datasets = None, []
     if args.dataset == "synthetic":
         sets = [synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)]
-    # Three turns: rank 0, then local rank 0 of each node, then all. Nothing is downloaded twice.
+    # One rank downloads, the others wait: rank 0 first; then, where the nodes share no disk, one
+    # rank of each; then all can read.
     for my_turn in (rank == 0, local_rank == 0, True):
         if my_turn and not sets:
             sets = read_mnist(args.data_dir)
-        dist.barrier()  # nobody goes on before all are here
+        dist.barrier()  # a collective: nobody goes on before all are here
     for (images, labels), size in zip(sets, (args.train_size, None), strict=True):
         images = torch.as_tensor(images[:size], device=device).unsqueeze(1) / 255
         labels = torch.as_tensor(labels[:size], device=device)
@@ -155,7 +154,8 @@ def load_data(args, rank, local_rank, device):
 
 def load_batches(dataset, indices, device, args):
     """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
-    # The data set is in memory, so a batch is one indexing. The README has a DataLoader for files.
+    # The images are in memory, so a batch is one indexing. For files, it would be (see the README)
+    # DataLoader(dataset, args.batch_size, sampler=indices, num_workers=...).
     for batch in torch.tensor(indices, device=device).split(args.batch_size):
         yield dataset[batch]
 
@@ -179,10 +179,10 @@ def train_step(ddp, optimizer, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last backward(), which averages them over all.
+        # Gradients add up on this rank until the last backward(), which averages them over all (4).
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
-                logits = ddp(images)  # through the wrapper: `model(images)` would average nothing
+                logits = ddp(images)  # which prepares the averaging; `model(images)` would not
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
             loss.backward()
         mean_loss += loss.detach()
@@ -199,11 +199,11 @@ def evaluate(model, test_set, device, args):
     # 6. Evaluate together: each rank takes every W-th image, then all add up their counts.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank saw other images
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0)  # all take those of rank 0
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in load_batches(test_set, share, device, args):
-        # The bare model, as ranks may differ in the number of batches: the wrapper might wait.
+        # Not through the wrapper: its forward may be a collective; some ranks have fewer batches.
         logits = model(images)
         totals[0] += F.cross_entropy(logits, labels, reduction="none").double().sum()
         totals[1] += (logits.argmax(dim=1) == labels).sum()
@@ -239,15 +239,12 @@ def check_launch():
     """End a start that would go wrong in silence. Under torchrun, make this process die with it."""
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         sys.exit(
-            "srun has started several processes, each of which would train alone: let it start "
-            "one torchrun per node, as slurm_submit_ddp.sh does"
+            "srun has started several worlds of one: use torchrun, as slurm_submit_ddp.sh does"
         )
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        sys.exit(
-            "with --max-restarts, a restarted process would look for the dead ones, and wait: use "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
-        )
+        fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
+        sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # An orphan would write over the checkpoint of the next run. (1 is PR_SET_PDEATHSIG.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -340,8 +337,8 @@ def main():
     if epoch or first:
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # `evaluate` does it; in every forward pass, it costs time
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it keeps no second copy
+    ddp.broadcast_buffers = False  # `evaluate` does it; in each forward it costs time
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -352,6 +349,7 @@ def main():
     while epoch < args.epochs:
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again: without this, every epoch has the same order.
+        # The ranks' first n / W indices are, together, the first n of the order.
         indices = list(sampler)[first * global_batch // world_size :]
         batches = load_batches(train_set, indices, device, args)
         loss_sum, reported = 0, first  # since the last report; the step of the last report
@@ -371,10 +369,11 @@ def main():
                 last = step == steps  # which is saved below, after the evaluation
                 save_now = args.save_every and global_step % args.save_every == 0 and not last
                 if step % args.log_interval and not last and not save_now:
-                    continue  # on all ranks alike, or some would wait in the all-reduce for ever
+                    continue  # on all ranks alike, or some would wait in the all-reduce, in vain
 
                 # A report: by one all-reduce, every rank learns the loss of all, whether any was
-                # asked to stop, and how many took part: NCCL returns from one that it has aborted.
+                # asked to stop, and how many took part. (Where a rank has died, NCCL may give an
+                # all-reduce up, and return without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()
@@ -382,19 +381,14 @@ def main():
                 if ranks != world_size:
                     sys.exit(f"only {ranks:.0f} of {world_size} ranks are left: nothing was saved")
                 if not math.isfinite(loss):
-                    sys.exit(
-                        f"loss {loss} in epoch {epoch + 1}, step {step}: try a lower --lr, "
-                        "or --clip-grad-norm 1"
-                    )
-                if rank == 0 and (save_now or stop):
+                    sys.exit(f"loss {loss} in step {step}: try a lower --lr, or --clip-grad-norm 1")
+                if rank == 0 and (save_now or stop):  # as in 7, below
                     save_checkpoint(args, model, optimizer, (epoch, step * global_batch))
                 now = time.perf_counter()
                 speed = (step - reported) * global_batch / (now - last_report)
                 loss_sum, reported, last_report = 0, step, now
-                say(
-                    f"epoch {epoch + 1}/{args.epochs}  step {step}/{steps}  lr {lr:.2e}  "
-                    f"loss {loss:.4f}  {speed:,.0f} samples/s"
-                )
+                status = f"lr {lr:.2e}  loss {loss:.4f}  {speed:,.0f} samples/s"
+                say(f"epoch {epoch + 1}/{args.epochs}  step {step}/{steps}  {status}")
                 if stop:
                     say(f"stopped by a signal, saved to {args.checkpoint}: start it again to go on")
                     return

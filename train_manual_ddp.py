@@ -76,7 +76,7 @@ class Bucket:
         self.views = {}  # of each parameter, its part of `flat`, shaped and laid out as it is
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
             self.views[p] = part.as_strided(p.size(), p.stride())
-        self.missing = set(params)  # those whose gradient is not in `flat` yet
+        self.pending = set(params)  # those whose gradient is not in `flat` yet (by identity)
         self.work = None  # the all-reduce that is under way
 
     def collect(self, p):
@@ -87,21 +87,23 @@ class Bucket:
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
             torch.div(p.grad, dist.get_world_size(), out=view)
-        p.grad = view  # one memory: what the all-reduce puts here need not be copied back
-        self.missing.remove(p)
+        # One memory: when the all-reduce has put the average here, it is p.grad, without a copy.
+        # (zero_grad() sets p.grad to None. The view stays, for the next step.)
+        p.grad = view
+        self.pending.remove(p)
 
     def send(self):
         """Begin the all-reduce. It goes on in the background, until wait()."""
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait until the sums of all ranks are here. From then on, all gradients are missing."""
+        """Wait for the averages. (On a GPU, its stream does, not Python.) Begin a new round."""
         self.work.wait()
         self.work = None
-        self.missing = set(self.views)
+        self.pending = set(self.views)
 
 
-CAPACITIES = {  # of the first bucket and of the others: how many bytes make it full
+CAPACITIES = {  # the first bucket's and the others': the parameter that reaches it is the last
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
     "per-parameter": (1, 1),
@@ -117,10 +119,11 @@ class GradientAverager:
         loss(model, last_batch).backward()     # "bucketed" sends them meanwhile,
         averager.average()                     # and now each p.grad is the average
 
-    `sync` says when a bucket is full, and so when it is sent: "per-parameter" after one gradient;
-    "flat" never, so one message carries all; "bucketed" at 25 MiB, in the middle of backward()
-    (Li et al., VLDB 2020, arXiv:2006.15704). There, a backward() that lacks its no_sync() raises
-    RuntimeError. Gradients are dense; a parameter that no rank has used gets zeros.
+    `sync` is the size of a message, and when it is sent: "bucketed", buckets of 25 MiB, each in
+    the middle of backward(), as soon as it is full (Li et al., VLDB 2020, arXiv:2006.15704);
+    "flat", one message for all, in average(); "per-parameter", one for each, in average(), which
+    waits for it before the next. Gradients are dense; a parameter that no rank has used gets
+    zeros. If "bucketed", a backward() that lacks its no_sync() raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -128,11 +131,12 @@ class GradientAverager:
             dist.broadcast(tensor.detach(), src=0)
         self.sync, self.accumulating = sync, False
         first, others = CAPACITIES[sync]
-        groups, size = [], 0
+        groups, size, capacity = [], 0, first
         # Filled, and sent, in the order of backward(), which begins with the last layer.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
-            capacity = first if len(groups) == 1 else others
             if not groups or size >= capacity or p.dtype != groups[-1][0].dtype:
+                if groups:
+                    capacity = others
                 groups.append([])
                 size = 0
             groups[-1].append(p)
@@ -155,24 +159,22 @@ class GradientAverager:
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
         if self.accumulating:
             return
-        if p not in bucket.missing:
-            raise RuntimeError(
-                "a second backward() before average(): put the first under no_sync()"
-            )
+        if p not in bucket.pending:
+            raise RuntimeError("a second backward(): put all before the last under no_sync()")
         bucket.collect(p)
         # An all-reduce has no name: the first that one rank sends is summed with the first of the
         # others. Ranks may fill buckets in different orders (by a branch that only one of them
         # uses), so all send them in the order of this list: a full one waits for those before it.
-        for bucket in self.buckets:
-            if bucket.missing:
+        for earliest in self.buckets:
+            if earliest.pending:
                 break
-            if bucket.work is None:
-                bucket.send()
+            if earliest.work is None:
+                earliest.send()
 
     def average(self):
         """Average the gradients. Collective: every rank calls it, once for each optimizer step."""
         for bucket in self.buckets:
-            for p in bucket.missing.copy():  # all; if "bucketed", those that backward() did not use
+            for p in bucket.pending.copy():  # all; if "bucketed", those that backward() did not use
                 bucket.collect(p)
             if bucket.work is None:
                 bucket.send()
@@ -191,7 +193,7 @@ def parse_args():
     add("--epochs", type=int, default=3, metavar="N", help="0 evaluates and exits")
     add("--batch-size", type=int, default=128, metavar="N", help="samples per forward pass")
     add("--accum-steps", type=int, default=1, metavar="N", help="forward passes per step")
-    add("--lr", type=float, default=3e-3, metavar="X", help="peak learning rate")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
     add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
     add("--sync", choices=CAPACITIES, default="bucketed", help="how to average gradients")
@@ -200,7 +202,7 @@ def parse_args():
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
-    add("--seed", type=int, default=0, metavar="N", help="of weights, order, synthetic images")
+    add("--seed", type=int, default=0, help="of weights, order, synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", metavar="NAME", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
     add("--timeout", type=float, default=300, metavar="S", help="seconds a collective may wait")
@@ -233,20 +235,17 @@ def setup(args):
     if accelerator and accelerator.type != "mps":  # Apple's GPUs have no backend
         gpus = torch.accelerator.device_count()
         if local_rank >= gpus:
-            sys.exit(
-                f"no GPU for local rank {local_rank}, as this node has {gpus}: lower "
-                "--nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
-            )
+            fix = "lower --nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
+            sys.exit(f"no GPU for local rank {local_rank}, as this node has {gpus}: {fix}")
         device = device_id = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
 
-    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL would guess it.)
+    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses it; Gloo
+    # takes none.)
     backend = args.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
-    sys.stderr.write(
-        f"rank {rank} of {world_size} on {socket.gethostname()}, {device}, "
-        f"{torch.get_num_threads()} CPU threads, {backend}, torch {torch.__version__}\n"
-    )
+    place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
+    sys.stderr.write(f"rank {rank} of {world_size} on {place}, torch {torch.__version__}\n")
     return rank, local_rank, world_size, device
 
 
@@ -256,10 +255,8 @@ def read_mnist(folder):
     try:
         sets = [MNIST(folder, train, download=True) for train in (True, False)]
     except Exception as error:  # a damaged file makes torchvision raise nearly anything
-        sys.exit(
-            f"no usable MNIST in {folder}/MNIST/raw: put the four .gz files there, or use "
-            f"--dataset synthetic; delete damaged files. {error!r}"
-        )
+        fix = "put the four .gz files there, or use --dataset synthetic; delete damaged files"
+        sys.exit(f"no usable MNIST in {folder}/MNIST/raw: {fix}. {error!r}")
     return [(part.data, part.targets) for part in sets]
 
 
@@ -278,11 +275,12 @@ def load_data(args, rank, local_rank, device):
     sets, datasets = None, []
     if args.dataset == "synthetic":
         sets = [synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)]
-    # Three turns: rank 0, then local rank 0 of each node, then all. Nothing is downloaded twice.
+    # One rank downloads, the others wait: rank 0 first; then, where the nodes share no disk, one
+    # rank of each; then all can read.
     for my_turn in (rank == 0, local_rank == 0, True):
         if my_turn and not sets:
             sets = read_mnist(args.data_dir)
-        dist.barrier()  # nobody goes on before all are here
+        dist.barrier()  # a collective: nobody goes on before all are here
     for (images, labels), size in zip(sets, (args.train_size, None), strict=True):
         images = torch.as_tensor(images[:size], device=device).unsqueeze(1) / 255
         labels = torch.as_tensor(labels[:size], device=device)
@@ -292,7 +290,8 @@ def load_data(args, rank, local_rank, device):
 
 def load_batches(dataset, indices, device, args):
     """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
-    # The data set is in memory, so a batch is one indexing. The README has a DataLoader for files.
+    # The images are in memory, so a batch is one indexing. For files, it would be (see the README)
+    # DataLoader(dataset, args.batch_size, sampler=indices, num_workers=...).
     for batch in torch.tensor(indices, device=device).split(args.batch_size):
         yield dataset[batch]
 
@@ -316,14 +315,14 @@ def train_step(model, averager, optimizer, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last backward(), which averages them over all.
+        # Gradients add up on this rank until the last backward(), which averages them over all (4).
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
             loss.backward()
         mean_loss += loss.detach()
-    averager.average()
+    averager.average()  # DDP does this at the end of the last backward()
     if args.clip_grad_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
     optimizer.step()
@@ -337,11 +336,11 @@ def evaluate(model, test_set, device, args):
     # 6. Evaluate together: each rank takes every W-th image, then all add up their counts.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank saw other images
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0)  # all take those of rank 0
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in load_batches(test_set, share, device, args):
-        # The bare model, as ranks may differ in the number of batches: the wrapper might wait.
+        # Not through the wrapper: its forward may be a collective; some ranks have fewer batches.
         logits = model(images)
         totals[0] += F.cross_entropy(logits, labels, reduction="none").double().sum()
         totals[1] += (logits.argmax(dim=1) == labels).sum()
@@ -377,15 +376,12 @@ def check_launch():
     """End a start that would go wrong in silence. Under torchrun, make this process die with it."""
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         sys.exit(
-            "srun has started several processes, each of which would train alone: let it start "
-            "one torchrun per node, as slurm_submit_ddp.sh does"
+            "srun has started several worlds of one: use torchrun, as slurm_submit_ddp.sh does"
         )
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        sys.exit(
-            "with --max-restarts, a restarted process would look for the dead ones, and wait: use "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
-        )
+        fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
+        sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # An orphan would write over the checkpoint of the next run. (1 is PR_SET_PDEATHSIG.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -489,6 +485,7 @@ def main():
     while epoch < args.epochs:
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again: without this, every epoch has the same order.
+        # The ranks' first n / W indices are, together, the first n of the order.
         indices = list(sampler)[first * global_batch // world_size :]
         batches = load_batches(train_set, indices, device, args)
         loss_sum, reported = 0, first  # since the last report; the step of the last report
@@ -508,10 +505,11 @@ def main():
                 last = step == steps  # which is saved below, after the evaluation
                 save_now = args.save_every and global_step % args.save_every == 0 and not last
                 if step % args.log_interval and not last and not save_now:
-                    continue  # on all ranks alike, or some would wait in the all-reduce for ever
+                    continue  # on all ranks alike, or some would wait in the all-reduce, in vain
 
                 # A report: by one all-reduce, every rank learns the loss of all, whether any was
-                # asked to stop, and how many took part: NCCL returns from one that it has aborted.
+                # asked to stop, and how many took part. (Where a rank has died, NCCL may give an
+                # all-reduce up, and return without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()
@@ -519,19 +517,14 @@ def main():
                 if ranks != world_size:
                     sys.exit(f"only {ranks:.0f} of {world_size} ranks are left: nothing was saved")
                 if not math.isfinite(loss):
-                    sys.exit(
-                        f"loss {loss} in epoch {epoch + 1}, step {step}: try a lower --lr, "
-                        "or --clip-grad-norm 1"
-                    )
-                if rank == 0 and (save_now or stop):
+                    sys.exit(f"loss {loss} in step {step}: try a lower --lr, or --clip-grad-norm 1")
+                if rank == 0 and (save_now or stop):  # as in 7, below
                     save_checkpoint(args, model, optimizer, (epoch, step * global_batch))
                 now = time.perf_counter()
                 speed = (step - reported) * global_batch / (now - last_report)
                 loss_sum, reported, last_report = 0, step, now
-                say(
-                    f"epoch {epoch + 1}/{args.epochs}  step {step}/{steps}  lr {lr:.2e}  "
-                    f"loss {loss:.4f}  {speed:,.0f} samples/s"
-                )
+                status = f"lr {lr:.2e}  loss {loss:.4f}  {speed:,.0f} samples/s"
+                say(f"epoch {epoch + 1}/{args.epochs}  step {step}/{steps}  {status}")
                 if stop:
                     say(f"stopped by a signal, saved to {args.checkpoint}: start it again to go on")
                     return

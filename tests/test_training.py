@@ -25,9 +25,7 @@ def shared_part(script):
 def test_the_scripts_differ_only_where_ddp_is():
     changes = [line for line in difflib.ndiff(*map(shared_part, SCRIPTS)) if line[0] in "+-"]
     assert len(changes) <= 24, "\n".join(changes)
-    of_ddp = (
-        r"DistributedData|Sampler|TensorDataset|[aA]verager|ddp|model\(images\)|parameters|--sync|functools"
-    )
+    of_ddp = r"DistributedData|Sampler|TensorDataset|[aA]verager|ddp|model\(images\)|parameters|--sync|functools"
     assert all(re.search(of_ddp, line) for line in changes), changes
 
 
@@ -140,10 +138,18 @@ def in_folder(folder, *command):
     ("flags", "stop_at", "line"),
     [
         (("--log-interval", 1), "step 2/12", "stopped by a signal, saved to ck.pt: start it again to go on"),
-        (("--lr", 1e9), None, "loss nan in epoch 1, step 12: try a lower --lr, or --clip-grad-norm 1"),
+        (("--lr", 1e9), None, "loss nan in step 12: try a lower --lr, or --clip-grad-norm 1"),
     ],
 )
 def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--epochs", 9, "--batch-size", 50, "--checkpoint", "ck.pt", *flags)
     terminal = on_a_terminal(in_folder, tmp_path, DDP, *flags, stop_at=stop_at)
     assert line in shown(terminal), terminal
+
+
+def test_buckets_are_sent_during_backward():
+    """With accumulation: it is the last backward() of the step."""
+    flags = ("--dataset", "synthetic", "--train-size", 64, "--batch-size", 8, "--accum-steps", 2)
+    (steps,) = re.findall(r"(?m)^\{.*", finish(ROOT / "tests" / "overlap.py", *flags))
+    overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in json.loads(steps).items()}
+    assert overlaps == {"flat": [False], "bucketed": [True] * 3}
