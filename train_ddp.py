@@ -60,7 +60,7 @@ def parse_args():
     add("--accum-steps", type=int, default=1, metavar="N", help="forward passes per step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
-    add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
+    add("--clip-grad-norm", type=float, default=0, help="limit; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
@@ -68,8 +68,8 @@ def parse_args():
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
     add("--seed", type=int, default=0, help="of weights, order, synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
-    add("--backend", metavar="NAME", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
-    add("--timeout", type=float, default=300, metavar="S", help="seconds a collective may wait")
+    add("--backend", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
+    add("--timeout", type=float, default=300, help="seconds a collective may wait")
     add("--log-interval", type=int, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; go on from it if it is there")
@@ -104,8 +104,7 @@ def setup(args):
         device = device_id = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
 
-    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses it; Gloo
-    # takes none.)
+    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses the GPU.)
     backend = args.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
@@ -156,7 +155,7 @@ def load_batches(dataset, indices, device, args):
     """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
     # The images are in memory, so a batch is one indexing. For files, it would be (see the README)
     # DataLoader(dataset, args.batch_size, sampler=indices, num_workers=...).
-    for batch in torch.tensor(indices, device=device).split(args.batch_size):
+    for batch in torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size):
         yield dataset[batch]
 
 
@@ -306,7 +305,7 @@ def main():
 
     def say(line, file=sys.stderr):
         if rank == 0:
-            tqdm.write(line, file=file)  # above the bar, if there is one
+            tqdm.write(line + "\n", file=file, end="")  # one write, above the bar, if there is one
             file.flush()
 
     train_set, test_set = load_data(args, rank, local_rank, device)
@@ -338,7 +337,8 @@ def main():
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it keeps no second copy
-    ddp.broadcast_buffers = False  # `evaluate` does it; in each forward it costs time
+    ddp.broadcast_buffers = False  # `evaluate` does it; in each forward it costs time (as an
+    # argument of the constructor, it is deprecated)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -352,7 +352,7 @@ def main():
         # The ranks' first n / W indices are, together, the first n of the order.
         indices = list(sampler)[first * global_batch // world_size :]
         batches = load_batches(train_set, indices, device, args)
-        loss_sum, reported = 0, first  # since the last report; the step of the last report
+        loss_sum, reported = 0, first  # of the steps since the last report; when that was
         epoch_start = last_report = time.perf_counter()
         hidden = None if rank == 0 else True  # None: hidden where stderr is no terminal
         with tqdm(total=steps, initial=first, leave=False, disable=hidden) as bar:
@@ -371,9 +371,9 @@ def main():
                 if step % args.log_interval and not last and not save_now:
                     continue  # on all ranks alike, or some would wait in the all-reduce, in vain
 
-                # A report: by one all-reduce, every rank learns the loss of all, whether any was
-                # asked to stop, and how many took part. (Where a rank has died, NCCL may give an
-                # all-reduce up, and return without the sum.)
+                # A report: by one all-reduce, every rank learns the loss of all. The other two
+                # numbers can wait for a second reading: whether any rank was asked to stop, and how
+                # many took part. (If one has died, NCCL may return from it without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()

@@ -73,9 +73,9 @@ class Bucket:
 
     def __init__(self, params):
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
-        self.views = {}  # of each parameter, its part of `flat`, shaped and laid out as it is
+        self.views = {}  # of each parameter, its part of `flat`, in its own shape and layout
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            self.views[p] = part.as_strided(p.size(), p.stride())
+            self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet (by identity)
         self.work = None  # the all-reduce that is under way
 
@@ -128,7 +128,9 @@ class GradientAverager:
 
     def __init__(self, model, sync="bucketed"):
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+            dense = tensor.detach().contiguous()  # as it is sent without regard to its strides
+            dist.broadcast(dense, src=0)
+            tensor.detach().copy_(dense)
         self.sync, self.accumulating = sync, False
         first, others = CAPACITIES[sync]
         groups, size, capacity = [], 0, first
@@ -152,8 +154,10 @@ class GradientAverager:
     def no_sync(self):
         """Let backward() add gradients up on this rank, and send nothing."""
         self.accumulating = True
-        yield
-        self.accumulating = False
+        try:
+            yield
+        finally:
+            self.accumulating = False
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
@@ -195,7 +199,7 @@ def parse_args():
     add("--accum-steps", type=int, default=1, metavar="N", help="forward passes per step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
-    add("--clip-grad-norm", type=float, default=0, metavar="X", help="limit; 0 is off")
+    add("--clip-grad-norm", type=float, default=0, help="limit; 0 is off")
     add("--sync", choices=CAPACITIES, default="bucketed", help="how to average gradients")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast")
     add("--compile", action="store_true", help="torch.compile the model")
@@ -204,8 +208,8 @@ def parse_args():
     add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
     add("--seed", type=int, default=0, help="of weights, order, synthetic images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
-    add("--backend", metavar="NAME", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
-    add("--timeout", type=float, default=300, metavar="S", help="seconds a collective may wait")
+    add("--backend", help="None is nccl on NVIDIA's GPUs, gloo on CPUs")
+    add("--timeout", type=float, default=300, help="seconds a collective may wait")
     add("--log-interval", type=int, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; go on from it if it is there")
@@ -240,8 +244,7 @@ def setup(args):
         device = device_id = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
 
-    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses it; Gloo
-    # takes none.)
+    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses the GPU.)
     backend = args.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
@@ -292,7 +295,7 @@ def load_batches(dataset, indices, device, args):
     """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
     # The images are in memory, so a batch is one indexing. For files, it would be (see the README)
     # DataLoader(dataset, args.batch_size, sampler=indices, num_workers=...).
-    for batch in torch.tensor(indices, device=device).split(args.batch_size):
+    for batch in torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size):
         yield dataset[batch]
 
 
@@ -443,7 +446,7 @@ def main():
 
     def say(line, file=sys.stderr):
         if rank == 0:
-            tqdm.write(line, file=file)  # above the bar, if there is one
+            tqdm.write(line + "\n", file=file, end="")  # one write, above the bar, if there is one
             file.flush()
 
     train_set, test_set = load_data(args, rank, local_rank, device)
@@ -488,7 +491,7 @@ def main():
         # The ranks' first n / W indices are, together, the first n of the order.
         indices = list(sampler)[first * global_batch // world_size :]
         batches = load_batches(train_set, indices, device, args)
-        loss_sum, reported = 0, first  # since the last report; the step of the last report
+        loss_sum, reported = 0, first  # of the steps since the last report; when that was
         epoch_start = last_report = time.perf_counter()
         hidden = None if rank == 0 else True  # None: hidden where stderr is no terminal
         with tqdm(total=steps, initial=first, leave=False, disable=hidden) as bar:
@@ -507,9 +510,9 @@ def main():
                 if step % args.log_interval and not last and not save_now:
                     continue  # on all ranks alike, or some would wait in the all-reduce, in vain
 
-                # A report: by one all-reduce, every rank learns the loss of all, whether any was
-                # asked to stop, and how many took part. (Where a rank has died, NCCL may give an
-                # all-reduce up, and return without the sum.)
+                # A report: by one all-reduce, every rank learns the loss of all. The other two
+                # numbers can wait for a second reading: whether any rank was asked to stop, and how
+                # many took part. (If one has died, NCCL may return from it without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()

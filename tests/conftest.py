@@ -177,11 +177,11 @@ def weights(output):
     return found
 
 
-def write_mnist(folder, train_size=600):
-    """Write synthetic images, `train_size` for training and 101 for testing, in MNIST's layout."""
+def write_mnist(folder, train_size=600, test_size=101):
+    """Write synthetic images in MNIST's layout."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for i, (split, size) in enumerate((("train", train_size), ("t10k", 101))):
+    for i, (split, size) in enumerate((("train", train_size), ("t10k", test_size))):
         for name, array in zip(("images-idx3", "labels-idx1"), train_ddp.synthesize(0, i, size), strict=True):
             header = np.array([0x800 + array.ndim, *array.shape], dtype=">u4")  # magic number, sizes
             (raw / f"{split}-{name}-ubyte").write_bytes(header.tobytes() + array.astype(np.uint8).tobytes())

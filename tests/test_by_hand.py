@@ -102,6 +102,7 @@ class Odd(nn.Module):
         self.bf16 = nn.Parameter(torch.randn(5).bfloat16())
         self.strided = nn.Parameter(torch.randn(2, 3, dtype=torch.float64).t())
         self.scalar = nn.Parameter(torch.randn(()))
+        self.sliced = nn.Parameter(torch.randn(4, 6)[:, :2])
         self.unused = nn.Parameter(torch.randn(4))
         self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
         self.register_buffer("flags", torch.tensor([True, False]) ^ (rank > 0))

@@ -101,7 +101,7 @@ def test_a_stop_in_the_step_that_makes_weights_not_finite_is_an_error(script, fl
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
     killed = how == signal.SIGKILL
-    with Background(*torchrun(2), ROOT / SCRIPTS[killed], *saving, log=tmp_path / "log") as job:
+    with Background(*torchrun(2), ROOT / DDP, *saving, log=tmp_path / "log") as job:
         job.wait_for("epoch 1/2  step 7/")
         job.process.send_signal(how)
         assert job.wait() == (-9 if killed else 1)  # 1 though all workers, to which it passes the signal on, return 0
