@@ -337,8 +337,7 @@ def main():
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it keeps no second copy
-    ddp.broadcast_buffers = False  # `evaluate` does it; in each forward it costs time (as an
-    # argument of the constructor, it is deprecated)
+    ddp.broadcast_buffers = False  # `evaluate` does it; the constructor's argument is deprecated
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
