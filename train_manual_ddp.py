@@ -103,7 +103,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-CAPACITIES = {  # the first bucket's and the others': the parameter that reaches it is the last
+CAPACITIES = {  # bytes that fill the first bucket, and the others (a tensor is never split)
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
     "per-parameter": (1, 1),
