@@ -12,6 +12,7 @@ is the median of the ratios within each round. The images are synthetic. Each pr
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -35,7 +36,7 @@ import train_manual_ddp
 
 LIMIT, SCRIPT, DEFAULTS = "no synchronisation", "train_ddp.py", "DDP at its defaults"
 SYNCS = ["--sync bucketed", "--sync flat", "--sync per-parameter"]
-TEXTBOOK, TEXTBOOK_DDP = "textbook, by hand", "textbook, DDP"
+TEXTBOOK = "textbook DDP"
 
 
 class TextbookMNIST(datasets.MNIST):
@@ -59,22 +60,19 @@ def spread(values, digits=0):
     return f"{median} ({low} to {high})"
 
 
-def textbook_step(way, indices, device, args):
+def textbook_step(indices, device, args):
     """Return a function that takes a step as tutorials do: no flag makes it faster."""
     data = TextbookMNIST(*train_ddp.synthesize(args.seed, 0, args.train_size or train_ddp.TRAIN_IMAGES))
     batches = iter(DataLoader(data, args.batch_size, sampler=cycle(indices)))
     model = train_ddp.build_model().to(device)
-    forward = DistributedDataParallel(model) if way == TEXTBOOK_DDP else model
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step():
         optimizer.zero_grad()
         for images, labels in islice(batches, args.accum_steps):
-            loss = torch.nn.functional.cross_entropy(forward(images.to(device)), labels.to(device))
+            loss = torch.nn.functional.cross_entropy(ddp(images.to(device)), labels.to(device))
             loss.backward()
-        for p in model.parameters() if way == TEXTBOOK else ():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
         optimizer.step()
         loss.item()  # for a report in every step: a GPU has to finish first
 
@@ -104,9 +102,14 @@ def script_step(way, train_set, indices, device, args):
     return lambda: train_ddp.train_step(ddp, optimizer, batches, args)
 
 
+def rate(text):
+    """Return the rate of a link, such as 2.5gbit, 100mbit or none (no limit), in Mbit/s."""
+    return float(text.replace("gbit", "e3").replace("mbit", "").replace("none", "inf"))
+
+
 def limit(link):
-    """Return the command that limits what a host sends to the rate of the link."""
-    queue = "noqueue" if link == "none" else f"tbf rate {link} burst 1mb latency 200ms"
+    """Return the command that limits what a host sends to the rate of the link, in Mbit/s."""
+    queue = "noqueue" if link == math.inf else f"tbf rate {link}mbit burst 1mb latency 200ms"
     return ["tc", "qdisc", "replace", "dev", "eth0", "root", *queue.split()]
 
 
@@ -120,7 +123,7 @@ def measure(args, options):
     ways = (LIMIT, SCRIPT, *SYNCS) if options.link else (LIMIT, SCRIPT, DEFAULTS, *SYNCS)
     steps = {way: script_step(way, train_set, indices, device, args) for way in ways}
     if not options.link:
-        steps |= {way: textbook_step(way, indices, device, args) for way in (TEXTBOOK, TEXTBOOK_DDP)}
+        steps[TEXTBOOK] = textbook_step(indices, device, args)
 
     def clock():
         if device.type != "cpu":
@@ -129,7 +132,7 @@ def measure(args, options):
         return time.perf_counter()
 
     rng = random.Random(0)  # the same order on all ranks
-    turns = [(link, way) for link in options.link or ["none"] for way in steps]
+    turns = [(link, way) for link in options.link or [math.inf] for way in steps]
     ms = {link: {way: [] for way in steps} for link, _ in turns}
     turns = [turn for _ in range(1 + options.rounds) for turn in rng.sample(turns, len(turns))]
     for link, way in tqdm(turns, unit="turn", disable=None if rank == 0 else True):
@@ -151,14 +154,14 @@ def torchrun(world, *command, **env):
     return json.loads(output.splitlines()[-1])
 
 
-def compare_links(links, command):
-    """Measure on two hosts. Print a table, which has a column for each link between them, and a chart."""
+def on_two_hosts(links, command):
+    """As torchrun(), in one process on each of two hosts, whose link begins with the last of these rates."""
     import pytest
     from cluster import TOOLS, Network, environment, require
 
-    env = environment(WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="10.213.0.10", MASTER_PORT=999, GLOO_SOCKET_IFNAME="eth0")
+    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "10.213.0.10", "MASTER_PORT": 999}
+    env = environment(**env, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS=1)
     try:
-        rates = [float(link.replace("gbit", "e3").replace("mbit", "").replace("none", "inf")) for link in links]
         require(*TOOLS, "tc")
         with tempfile.TemporaryDirectory() as folder, Network.up(Path(folder)) as network:
             # Some kernels have bbr as default, which takes CPU time to pace what it sends. Some have no tbf.
@@ -167,20 +170,25 @@ def compare_links(links, command):
                     node.must(*setting)
             node0, node1 = (node.inside(sys.executable, *command) for node in network.nodes)
             subprocess.Popen(node1, env=env | {"RANK": "1"})  # its host's end ends it, too
-            output = subprocess.check_output(node0, env=env | {"RANK": "0"})
-    except (ValueError, pytest.skip.Exception, AssertionError) as error:  # of float(), require(), must()
+            return json.loads(subprocess.check_output(node0, env=env | {"RANK": "0"}).splitlines()[-1])
+    except (pytest.skip.Exception, AssertionError) as error:  # of require(), must()
         sys.exit(f"--link: {error}")
-    results = json.loads(output.splitlines()[-1]).values()
+
+
+def compare_links(links, command):
+    """Measure on two hosts. Print a table, which has a column for each link between them, and a chart."""
+    results = on_two_hosts(links, command).values()
     rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS)]
     megabits = 8 * sum(p.nbytes for p in train_ddp.build_model().parameters()) / 1e6
-    paper = [np.median(ms[LIMIT]) + 1000 * megabits / rate for ms, rate in zip(results, rates, strict=True)]
-    rows.append([f"flat, on paper: {LIMIT} + 2 (W - 1) / W x S / B", *(f"{ms:,.0f}" for ms in paper)])  # W is 2
+    paper = [np.median(ms[LIMIT]) + 1000 * megabits / link for ms, link in zip(results, links, strict=True)]
+    rows.append(["flat, on paper: C + t", *(f"{ms:,.0f}" for ms in paper)])  # W is 2
     ratios = (np.divide(ms["--sync flat"], ms["--sync bucketed"]) for ms in results)
-    print_table(["ms per step, link of", *links], *rows, ["flat / bucketed", *(spread(ratio, 2) for ratio in ratios)])
+    names = ["no limit" if link == math.inf else f"{link / 1000:g} Gbit/s" for link in links]
+    print_table(["ms per step, link of", *names], *rows, ["flat / bucketed", *(spread(ratio, 2) for ratio in ratios)])
     medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS)}
     print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red, green"}}}}%%')
     print('xychart-beta\n    title "gray: no sync, blue: bucketed, red: flat, green: per-parameter"')
-    print(f'    x-axis "link" {json.dumps(links)}\n    y-axis "ms per step" 0 --> {max(map(max, medians.values()))}')
+    print(f'    x-axis "link" {json.dumps(names)}\n    y-axis "ms per step" 0 --> {max(map(max, medians.values()))}')
     print(*(f'    line "{way}" {values}' for way, values in medians.items()), "```", sep="\n")
 
 
@@ -190,9 +198,8 @@ def main():
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="default: 1, 2, 4, ...")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="turns of each way; default: 10")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of a turn; default: 3")
-    parser.add_argument("--link", nargs="*", metavar="RATE", help="default: none 2.5gbit 1gbit")
+    parser.add_argument("--link", nargs="+", type=rate, metavar="RATE", help="such as: none 2.5gbit 1gbit")
     options, flags = parser.parse_known_args()
-    options.link = ["none", "2.5gbit", "1gbit"] if options.link == [] else options.link
     sys.argv[1:] = [*flags, "--dataset", "synthetic"]
     args = train_ddp.parse_args()
     if "RANK" in os.environ:
@@ -205,9 +212,9 @@ def main():
     most = torch.accelerator.device_count() if device and device.type != "mps" else os.cpu_count()
     first, scaling = {}, []
     for world in options.processes or [2**i for i in range(most.bit_length())]:
-        ms, bases = torchrun(world, *command)["none"], (SCRIPT, TEXTBOOK)
-        rows = [[way, spread(ms[way]), *(spread(np.divide(ms[base], ms[way]), 2) for base in bases)] for way in ms]
-        print_table([f"processes: {world}", "ms per step", f"speed-up over {SCRIPT}", f"over {TEXTBOOK}"], *rows)
+        (ms,) = torchrun(world, *command).values()
+        rows = [[way, spread(ms[way]), spread(np.divide(ms[TEXTBOOK], ms[way]), 2)] for way in ms]
+        print_table([f"processes: {world}", "ms per step", f"times as fast as {TEXTBOOK}"], *rows)
         scaling.append([str(world)])
         for way in (SCRIPT, LIMIT):
             speeds = 1000 * samples / np.array(ms[way])  # of one process

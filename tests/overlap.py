@@ -1,18 +1,20 @@
 """Draw one step of `--sync flat` and one of `--sync bucketed` as Mermaid charts: what is sent during backward()?
 
     python tests/overlap.py                                     # two processes, on CPUs
+    python tests/overlap.py --link 1gbit                        # on two hosts, as in benchmark.py (Linux, root)
     python tests/overlap.py --batch-size 64 --accum-steps 2     # flags of train_ddp.py go to the steps
 
 The bar of a bucket begins when its all-reduce is called and ends when the bucket has arrived. This reads what Gloo
 records, on CPUs. With NCCL, most of the work is GPU kernels: look at such a profile in ui.perfetto.dev.
 """
 
+import argparse
 import json
 import os
 import sys
 
 import torch.distributed as dist
-from benchmark import script_step, torchrun, train_ddp, train_manual_ddp
+from benchmark import on_two_hosts, rate, script_step, torchrun, train_ddp, train_manual_ddp
 from torch.profiler import profile
 
 
@@ -70,9 +72,15 @@ def draw(sync, backward, all_reduces, sizes):
 
 
 if __name__ == "__main__":
-    sys.argv += ["--dataset", "synthetic"]
+    parser = argparse.ArgumentParser(allow_abbrev=False, epilog="All other flags go to train_ddp.py.")
+    parser.add_argument("--link", type=rate, metavar="RATE", help="such as 1gbit")
+    options, flags = parser.parse_known_args()
+    command = sys.argv = [__file__, *flags, "--dataset", "synthetic"]
     if "RANK" in os.environ:
         measure()
     else:
-        for sync, step in torchrun(2, *sys.argv, CUDA_VISIBLE_DEVICES="").items():
+        steps = (
+            on_two_hosts([options.link], command) if options.link else torchrun(2, *command, CUDA_VISIBLE_DEVICES="")
+        )
+        for sync, step in steps.items():
             draw(sync, *step)
