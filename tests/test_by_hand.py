@@ -1,15 +1,18 @@
-"""The hand-written classes: the sampler against torch's; the averager against DDP, and against one process."""
+"""What is written by hand: the sampler against torch's; the averager, and the README's lines, against DDP."""
 
 import contextlib
 import copy
+import re
+import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import finish
+from conftest import finish, run_script, write_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_readme import LESSONS, MANY, in_folder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -158,3 +161,40 @@ def test_indices_are_torchs(size, world_size, seed, epoch):
         ours.set_epoch(epoch)
         torchs.set_epoch(epoch)
         assert list(ours) == list(torchs) and len(ours) == len(torchs)
+
+
+@pytest.fixture
+def train_many(tmp_path):
+    """Train the README's 44 lines, or what becomes of them, from fixed weights; return what is printed, and saved."""
+    write_mnist(tmp_path / "data", train_size=2048)
+
+    def train_many(source, nproc=2):
+        (tmp_path / "many.py").write_text(source.replace("layers =", "torch.manual_seed(0)\nlayers ="))
+        output = finish(in_folder, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
+        return output, torch.load(tmp_path / "model.pt")
+
+    return train_many
+
+
+def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many):
+    three, hooks, waits = (lesson for lesson in LESSONS if "p.grad" in lesson or "work.wait()" in lesson)
+    by_hand = MANY.replace("DistributedDataParallel(model)", "model")
+    hooked = by_hand.replace("optimizer =", f"{hooks}optimizer =")
+    backward, (_, expected) = "        loss.backward()\n", train_many(MANY)
+    for source, lines in ((by_hand, three), (hooked, waits)):
+        _, state = train_many(source.replace(backward, backward + textwrap.indent(lines, 8 * " ")))
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    _, state = train_many(by_hand)  # with no averaging at all
+    assert not torch.equal(state["0.weight"], expected["0.weight"])
+
+
+def test_what_most_loops_need_next_and_two_processes_against_one(train_many, tmp_path):
+    (block,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
+    source = re.sub(r"(?ms)^model = .*(?=^    correct = )", lambda _: f"{block}\n", MANY)
+    output, _ = train_many(source)
+    assert float(re.findall(r"epoch 3: accuracy (\S+)%", output)[0]) > 50
+    assert "epoch" not in train_many(source)[0]  # it resumes after the third
+    (tmp_path / "checkpoint.pt").unlink()
+    alone, _ = train_many(source.replace("batch_size=64, sampler=sampler", "batch_size=128, sampler=sampler"), nproc=1)
+    two, one = (float(re.findall(r"epoch 1: loss (\S+)", text)[0]) for text in (output, alone))
+    assert two == pytest.approx(one, rel=1e-3)  # the digits that are printed, after 16 steps

@@ -21,19 +21,20 @@ def fenced(language):
 BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in fenced("bash")]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
-LINK = "python tests/benchmark.py --link none 2.5gbit 1gbit"
 LADDER = next(block for block in BLOCKS if block[-1].endswith("many.py"))
-SUBMISSIONS = [command for block in BLOCKS for command in block if "sbatch" in command]
+SUBMISSIONS, LINKS = (
+    [command for block in BLOCKS for command in block if word in command] for word in ("sbatch", "--link")
+)
 LESSONS = fenced("python")
 (EXAMPLE,) = [lesson for lesson in LESSONS if "def build_model" in lesson]
 (DIFF,) = fenced("diff")
+ONE, MANY = ("".join(line[1:] for line in DIFF.splitlines(True) if line[0] in f" {sign}") for sign in "-+")
 SHORT = "--rounds 1 --steps 1 --train-size 64 --batch-size 8"
 WORDS = {  # what a command begins with: flags that make it short, and what it prints
     "diff ": ("", "< from torch.nn.parallel import DistributedDataParallel\n"),
     "python tests/benchmark.py": (f"--processes 2 {SHORT}", "--sync flat"),
-    "python tests/overlap.py": ("--batch-size 8 --accum-steps 2", "```mermaid\ngantt\n"),
     "python tests/soak.py": ("--kills 1 --train-size 320 --batch-size 16 --epochs 1 --data-dir DATA", "\n1 kills: "),
-    "./launch_multinode_ddp.sh --nnodes": ("", "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 "),
+    "./launch_multinode_ddp.sh --nnodes": ("", re.search("(?m)^torchrun .*--node-rank=1 .*", README)[0]),
     "./launch_multinode_ddp.sh --hosts": ("", "--node-rank=1"),  # as a dry run, there are no such hosts
 }
 TRAINING = "--train-size 512 --batch-size 32 --epochs 1 --data-dir DATA", "the same on every rank"
@@ -50,7 +51,9 @@ def copy(tmp_path_factory):
 def test_commands(block, subtests, small_mnist, copy):
     assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && CUDA_") and BLOCKS[1] == [TESTS]
     for command in BLOCKS[block]:
-        if command in (TESTS, LINK, *LADDER[1:], *SUBMISSIONS) or ("=gpu" in command and not torch.cuda.is_available()):
+        if command in (TESTS, *LINKS, *LADDER[1:], *SUBMISSIONS) or (
+            "=gpu" in command and not torch.cuda.is_available()
+        ):
             continue
         command = command.rpartition(" && ")[2].replace(" --nproc-per-node 8 --interface", " --dry-run --interface")
         flags, words = next((value for start, value in WORDS.items() if command.startswith(start)), TRAINING)
@@ -66,8 +69,10 @@ def test_links(copy):
     tbf = "unshare --net tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 200ms"
     if run(["bash", "-c", tbf]).returncode:
         pytest.skip("needs a kernel with tbf")
-    result = run(["bash", "-c", f"{LINK} {SHORT}"], cwd=copy)
-    assert LINK in README and "| flat, on paper" in result.stdout and "xychart-beta" in result.stdout, result.stderr
+    assert len(LINKS) == 2
+    for command, flags, chart in zip(LINKS, ("--batch-size 8", SHORT), ("gantt", "xychart-beta"), strict=True):
+        result = run(["bash", "-c", f"{command} {flags}"], cwd=copy)
+        assert f"\n{chart}\n" in result.stdout, result.stderr
 
 
 def test_submissions(copy, tmp_path):
@@ -84,12 +89,8 @@ def test_submissions(copy, tmp_path):
 def test_the_first_diff(tmp_path):
     """Both sides learn: the one for one GPU by python, the other as the README says, in two processes."""
     write_mnist(tmp_path / "data", train_size=2048)
-    lines = DIFF.splitlines()
-    assert len(lines) <= 60
-    sides = {
-        name: [line[1:] for line in lines if line[0] in f" {sign}"] for name, sign in (("one", "-"), ("many", "+"))
-    }
-    for text in ("\n".join(sides["many"]), README, *((ROOT / script).read_text() for script in SCRIPTS)):
+    assert len(DIFF.splitlines()) <= 60
+    for text in (MANY, README, *((ROOT / script).read_text() for script in SCRIPTS)):
         assert {*re.findall(r"(?:# |\*\*)([1-7])\. \w", text)} == {*"1234567"}
     shutil.copy(ROOT / "README.md", tmp_path)
     for command in LADDER[1:]:
@@ -99,7 +100,7 @@ def test_the_first_diff(tmp_path):
             assert float(re.findall(r"epoch 3: accuracy (\S+)%", result.stdout)[0]) > 50
             assert torch.load(tmp_path / "model.pt").keys() == {"0.weight", "0.bias", "4.weight", "4.bias"}
             (tmp_path / "model.pt").unlink()
-    assert all((tmp_path / f"{name}.py").read_text().splitlines() == side for name, side in sides.items())
+    assert [(tmp_path / name).read_text() for name in ("one.py", "many.py")] == [ONE, MANY]
 
 
 def test_flags_that_are_named_exist():
