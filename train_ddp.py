@@ -104,7 +104,7 @@ def setup(args):
         device = device_id = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
 
-    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (Without device_id, NCCL guesses the GPU.)
+    # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (device_id lets NCCL connect at once.)
     backend = args.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
@@ -138,8 +138,8 @@ def load_data(args, rank, local_rank, device):
     sets, datasets = None, []
     if args.dataset == "synthetic":
         sets = [synthesize(args.seed, 0, TRAIN_IMAGES), synthesize(args.seed, 1, TEST_IMAGES)]
-    # One rank downloads, the others wait: rank 0 first; then, where the nodes share no disk, one
-    # rank of each; then all can read.
+    # Three turns, with a wait after each. In the first, rank 0 downloads. In the second, one rank
+    # of each node does, if it does not see rank 0's files. In the third, all others read.
     for my_turn in (rank == 0, local_rank == 0, True):
         if my_turn and not sets:
             sets = read_mnist(args.data_dir)
@@ -336,8 +336,8 @@ def main():
     if epoch or first:
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it keeps no second copy
-    ddp.broadcast_buffers = False  # `evaluate` does it; the constructor's argument is deprecated
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no gradients
+    ddp.broadcast_buffers = False  # `evaluate` does it. (As an argument, 2.14 warns of it.)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -348,7 +348,7 @@ def main():
     while epoch < args.epochs:
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again: without this, every epoch has the same order.
-        # The ranks' first n / W indices are, together, the first n of the order.
+        # After a restart, skip what was used: of each rank, `first` steps' worth of its indices.
         indices = list(sampler)[first * global_batch // world_size :]
         batches = load_batches(train_set, indices, device, args)
         loss_sum, reported = 0, first  # of the steps since the last report; when that was
@@ -361,7 +361,7 @@ def main():
                 lr = peak_lr * lr_factor((global_step - 0.5) / (args.epochs * steps))
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                # What a model draws (dropout) differs by rank, and is the same after a restart.
+                # What a model draws (dropout) differs by rank and step; a restart draws it again.
                 torch.manual_seed(hash((args.seed, global_step, rank)))
                 loss_sum += train_step(ddp, optimizer, batches, args)
                 bar.update()
@@ -371,8 +371,8 @@ def main():
                     continue  # on all ranks alike, or some would wait in the all-reduce, in vain
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
-                # numbers can wait for a second reading: whether any rank was asked to stop, and how
-                # many took part. (If one has died, NCCL may return from it without the sum.)
+                # numbers can wait for a second reading: how many ranks were asked to stop, and how
+                # many took part. (An all-reduce that NCCL gives up returns, without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()

@@ -4,9 +4,8 @@
     python tests/benchmark.py --processes 2 --batch-size 64    # flags of train_ddp.py go to the scripts' steps
     python tests/benchmark.py --link none 2.5gbit 1gbit        # between two hosts: what is overlap worth?
 
-All ways are measured interleaved in the same processes: a round is a few steps of each, in random order. The speed-up
-is the median of the ratios within each round. The images are synthetic. Each process has one CPU thread. With --link
-(Linux, root), the hosts are network namespaces of this machine, with one process each; a round has all ways and links.
+A round is a few steps of each way, interleaved in the same processes; a ratio is the median of those in each round.
+Images are synthetic; each process has one CPU thread. With --link (Linux, root), the hosts are network namespaces.
 """
 
 import argparse
@@ -34,9 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_ddp
 import train_manual_ddp
 
-LIMIT, SCRIPT, DEFAULTS = "no synchronisation", "train_ddp.py", "DDP at its defaults"
+LIMIT, SCRIPT, DEFAULTS, TEXTBOOK = "no synchronisation", "train_ddp.py", "DDP at its defaults", "textbook DDP"
 SYNCS = ["--sync bucketed", "--sync flat", "--sync per-parameter"]
-TEXTBOOK = "textbook DDP"
 
 
 class TextbookMNIST(datasets.MNIST):
@@ -120,9 +118,9 @@ def measure(args, options):
     rank, local_rank, _, device = train_ddp.setup(args)
     train_set, _ = train_ddp.load_data(args, rank, local_rank, device)
     indices = list(DistributedSampler(train_set, seed=args.seed, drop_last=True))
-    ways = (LIMIT, SCRIPT, *SYNCS) if options.link else (LIMIT, SCRIPT, DEFAULTS, *SYNCS)
-    steps = {way: script_step(way, train_set, indices, device, args) for way in ways}
+    steps = {way: script_step(way, train_set, indices, device, args) for way in (LIMIT, SCRIPT, *SYNCS)}
     if not options.link:
+        steps[DEFAULTS] = script_step(DEFAULTS, train_set, indices, device, args)
         steps[TEXTBOOK] = textbook_step(indices, device, args)
 
     def clock():
@@ -132,8 +130,8 @@ def measure(args, options):
         return time.perf_counter()
 
     rng = random.Random(0)  # the same order on all ranks
-    turns = [(link, way) for link in options.link or [math.inf] for way in steps]
-    ms = {link: {way: [] for way in steps} for link, _ in turns}
+    ms = {link: {way: [] for way in steps} for link in options.link or [math.inf]}
+    turns = [(link, way) for link in ms for way in steps]
     turns = [turn for _ in range(1 + options.rounds) for turn in rng.sample(turns, len(turns))]
     for link, way in tqdm(turns, unit="turn", disable=None if rank == 0 else True):
         if options.link:
@@ -155,7 +153,7 @@ def torchrun(world, *command, **env):
 
 
 def on_two_hosts(links, command):
-    """As torchrun(), in one process on each of two hosts, whose link begins with the last of these rates."""
+    """As torchrun(), in one process on each of two hosts, whose link has at first the last of these rates."""
     import pytest
     from cluster import TOOLS, Network, environment, require
 
@@ -179,12 +177,12 @@ def compare_links(links, command):
     """Measure on two hosts. Print a table, which has a column for each link between them, and a chart."""
     results = on_two_hosts(links, command).values()
     rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS)]
-    megabits = 8 * sum(p.nbytes for p in train_ddp.build_model().parameters()) / 1e6
-    paper = [np.median(ms[LIMIT]) + 1000 * megabits / link for ms, link in zip(results, links, strict=True)]
-    rows.append(["flat, on paper: C + t", *(f"{ms:,.0f}" for ms in paper)])  # W is 2
-    ratios = (np.divide(ms["--sync flat"], ms["--sync bucketed"]) for ms in results)
+    megabits = sum(p.nbytes for p in train_ddp.build_model().parameters()) * 8 / 1e6
+    paper = [np.median(ms[LIMIT]) + 1000 * megabits / link for ms, link in zip(results, links, strict=True)]  # W is 2
+    rows.append(["flat, on paper: C + t", *(f"{ms:,.0f}" for ms in paper)])
+    rows.append(["flat / bucketed", *(spread(np.divide(ms[SYNCS[1]], ms[SYNCS[0]]), 2) for ms in results)])
     names = ["no limit" if link == math.inf else f"{link / 1000:g} Gbit/s" for link in links]
-    print_table(["ms per step, link of", *names], *rows, ["flat / bucketed", *(spread(ratio, 2) for ratio in ratios)])
+    print_table(["ms per step, link of", *names], *rows)
     medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS)}
     print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red, green"}}}}%%')
     print('xychart-beta\n    title "gray: no sync, blue: bucketed, red: flat, green: per-parameter"')
@@ -208,19 +206,14 @@ def main():
     print(f"{samples} samples per process and step; median of {options.rounds} rounds (interquartile range)")
     if options.link:
         return compare_links(options.link, command)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    most = torch.accelerator.device_count() if device and device.type != "mps" else os.cpu_count()
-    first, scaling = {}, []
+    most = torch.accelerator.device_count() or os.cpu_count()
+    scaling = []
     for world in options.processes or [2**i for i in range(most.bit_length())]:
         (ms,) = torchrun(world, *command).values()
         rows = [[way, spread(ms[way]), spread(np.divide(ms[TEXTBOOK], ms[way]), 2)] for way in ms]
         print_table([f"processes: {world}", "ms per step", f"times as fast as {TEXTBOOK}"], *rows)
-        scaling.append([str(world)])
-        for way in (SCRIPT, LIMIT):
-            speeds = 1000 * samples / np.array(ms[way])  # of one process
-            efficiency = np.median(speeds) / first.setdefault(way, np.median(speeds))
-            scaling[-1] += [spread(world * speeds), f"{efficiency:.0%}"]
-    print_table(["processes", f"samples/s of {SCRIPT}", "efficiency", f"of {LIMIT}", "efficiency"], *scaling)
+        scaling.append([f"{world}", spread(1000 * world * samples / np.array(ms[SCRIPT]))])
+    print_table(["processes", f"samples/s of {SCRIPT}"], *scaling)
 
 
 if __name__ == "__main__":

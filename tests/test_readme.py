@@ -21,7 +21,7 @@ def fenced(language):
 BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in fenced("bash")]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
-LADDER = next(block for block in BLOCKS if block[-1].endswith("many.py"))
+LADDER, PORT = (block for block in BLOCKS if "/tmp/" in block[-1])
 SUBMISSIONS, LINKS = (
     [command for block in BLOCKS for command in block if word in command] for word in ("sbatch", "--link")
 )
@@ -34,7 +34,7 @@ WORDS = {  # what a command begins with: flags that make it short, and what it p
     "diff ": ("", "< from torch.nn.parallel import DistributedDataParallel\n"),
     "python tests/benchmark.py": (f"--processes 2 {SHORT}", "--sync flat"),
     "python tests/soak.py": ("--kills 1 --train-size 320 --batch-size 16 --epochs 1 --data-dir DATA", "\n1 kills: "),
-    "./launch_multinode_ddp.sh --nnodes": ("", re.search("(?m)^torchrun .*--node-rank=1 .*", README)[0]),
+    "./launch_multinode_ddp.sh --nnodes": ("", "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 "),
     "./launch_multinode_ddp.sh --hosts": ("", "--node-rank=1"),  # as a dry run, there are no such hosts
 }
 TRAINING = "--train-size 512 --batch-size 32 --epochs 1 --data-dir DATA", "the same on every rank"
@@ -51,7 +51,7 @@ def copy(tmp_path_factory):
 def test_commands(block, subtests, small_mnist, copy):
     assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && CUDA_") and BLOCKS[1] == [TESTS]
     for command in BLOCKS[block]:
-        if command in (TESTS, *LINKS, *LADDER[1:], *SUBMISSIONS) or (
+        if command in (TESTS, *LINKS, *LADDER[1:], *PORT, *SUBMISSIONS) or (
             "=gpu" in command and not torch.cuda.is_available()
         ):
             continue
@@ -86,21 +86,24 @@ def test_submissions(copy, tmp_path):
             assert " to start at " in run(command, **slurm.env).stderr
 
 
-def test_the_first_diff(tmp_path):
-    """Both sides learn: the one for one GPU by python, the other as the README says, in two processes."""
+def test_the_first_diff_and_its_check(tmp_path):
+    """Both sides learn, and the new one does in one process what it does in two."""
     write_mnist(tmp_path / "data", train_size=2048)
     assert len(DIFF.splitlines()) <= 60
     for text in (MANY, README, *((ROOT / script).read_text() for script in SCRIPTS)):
         assert {*re.findall(r"(?:# |\*\*)([1-7])\. \w", text)} == {*"1234567"}
     shutil.copy(ROOT / "README.md", tmp_path)
-    for command in LADDER[1:]:
+    accuracies = []
+    for command in LADDER[1:] + PORT:
         result = run(["bash", "-c", command.replace("/tmp/", "")], cwd=tmp_path, OMP_NUM_THREADS=1)
         assert result.returncode == 0, result.stderr
         if not command.startswith("sed "):
-            assert float(re.findall(r"epoch 3: accuracy (\S+)%", result.stdout)[0]) > 50
+            accuracies.append(re.findall(r"epoch \d: accuracy (\S+)%", result.stdout))
+            assert float(accuracies[-1][2]) > 50
             assert torch.load(tmp_path / "model.pt").keys() == {"0.weight", "0.bias", "4.weight", "4.bias"}
             (tmp_path / "model.pt").unlink()
     assert [(tmp_path / name).read_text() for name in ("one.py", "many.py")] == [ONE, MANY]
+    assert accuracies[2][0] == accuracies[3][0]
 
 
 def test_flags_that_are_named_exist():
