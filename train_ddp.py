@@ -264,8 +264,12 @@ def save_checkpoint(args, model, optimizer, position):
         return
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         sys.exit("the weights are not finite, and were not saved: try a lower --lr")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state.update(position=position, data=data_flags(args))
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": position,
+        "data": data_flags(args),
+    }
     temporary = f"{args.checkpoint}.tmp"
     with open(temporary, "wb") as file:
         torch.save(state, file)
@@ -337,7 +341,7 @@ def main():
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no gradients
-    ddp.broadcast_buffers = False  # `evaluate` does it. (As an argument, 2.14 warns of it.)
+    ddp.broadcast_buffers = False  # `evaluate` does it. (As an argument, torch 2.14 warns.)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -367,8 +371,9 @@ def main():
                 bar.update()
                 last = step == steps  # which is saved below, after the evaluation
                 save_now = args.save_every and global_step % args.save_every == 0 and not last
-                if step % args.log_interval and not last and not save_now:
-                    continue  # on all ranks alike, or some would wait in the all-reduce, in vain
+                report_now = step % args.log_interval == 0 or save_now or last
+                if not report_now:  # on all ranks alike, or some would wait in the all-reduce below
+                    continue
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
                 # numbers can wait for a second reading: how many ranks were asked to stop, and how

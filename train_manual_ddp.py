@@ -405,8 +405,12 @@ def save_checkpoint(args, model, optimizer, position):
         return
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         sys.exit("the weights are not finite, and were not saved: try a lower --lr")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state.update(position=position, data=data_flags(args))
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": position,
+        "data": data_flags(args),
+    }
     temporary = f"{args.checkpoint}.tmp"
     with open(temporary, "wb") as file:
         torch.save(state, file)
@@ -507,8 +511,9 @@ def main():
                 bar.update()
                 last = step == steps  # which is saved below, after the evaluation
                 save_now = args.save_every and global_step % args.save_every == 0 and not last
-                if step % args.log_interval and not last and not save_now:
-                    continue  # on all ranks alike, or some would wait in the all-reduce, in vain
+                report_now = step % args.log_interval == 0 or save_now or last
+                if not report_now:  # on all ranks alike, or some would wait in the all-reduce below
+                    continue
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
                 # numbers can wait for a second reading: how many ranks were asked to stop, and how

@@ -1,6 +1,5 @@
 """The README's commands run, what they print has what matters, and its lessons hold."""
 
-import ast
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ LADDER, PORT = (block for block in BLOCKS if "/tmp/" in block[-1])
 SUBMISSIONS, LINKS = (
     [command for block in BLOCKS for command in block if word in command] for word in ("sbatch", "--link")
 )
+ELSEWHERE = (TESTS, *LADDER[1:], *PORT, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
 (EXAMPLE,) = [lesson for lesson in LESSONS if "def build_model" in lesson]
 (DIFF,) = fenced("diff")
@@ -51,9 +51,7 @@ def copy(tmp_path_factory):
 def test_commands(block, subtests, small_mnist, copy):
     assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && CUDA_") and BLOCKS[1] == [TESTS]
     for command in BLOCKS[block]:
-        if command in (TESTS, *LINKS, *LADDER[1:], *PORT, *SUBMISSIONS) or (
-            "=gpu" in command and not torch.cuda.is_available()
-        ):
+        if command in ELSEWHERE or ("=gpu" in command and not torch.cuda.is_available()):
             continue
         command = command.rpartition(" && ")[2].replace(" --nproc-per-node 8 --interface", " --dry-run --interface")
         flags, words = next((value for start, value in WORDS.items() if command.startswith(start)), TRAINING)
@@ -116,18 +114,13 @@ def test_flags_that_are_named_exist():
     assert named - ours <= {*others.split()}
 
 
-def replaced(source, new):
-    """Return a script with those of its functions replaced that `new` defines as well."""
-    lines, names = source.splitlines(), [getattr(node, "name", "") for node in ast.parse(new).body]
-    for node in reversed([node for node in ast.parse(source).body if getattr(node, "name", None) in names]):
-        del lines[node.lineno - 1 : node.end_lineno]
-    return "\n".join([*lines[: node.lineno - 1], new, *lines[node.lineno - 1 :]])
-
-
 def test_the_example_of_a_model_of_your_own(tmp_path):
     hashes = set()
     for script in SCRIPTS:
-        (tmp_path / script).write_text(replaced((ROOT / script).read_text(), EXAMPLE))
+        source = (ROOT / script).read_text()
+        (tmp_path / script).write_text(
+            source.replace("\ndef main():", f"\n{EXAMPLE}\n\ndef main():")
+        )  # the later one counts
         output = finish(tmp_path / script, "--epochs", 1, "--batch-size", 250)
         assert "of 500 test images" in output
         hashes.add(weights(output))
@@ -168,10 +161,8 @@ def test_what_happens_without_it(line, instead, symptom, small_mnist, tmp_path):
 
 @pytest.mark.parametrize(("debug", "words"), [("OFF", "Timed out waiting"), ("DETAIL", "Detected mismatch between")])
 def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
-    line, script = "        result |= evaluate(", tmp_path / MANUAL
-    script.write_text(
-        (ROOT / MANUAL).read_text().replace(line, f"        if rank == 0: dist.all_reduce(report)\n{line}")
-    )
+    source, line, script = (ROOT / MANUAL).read_text(), "        result |= evaluate(", tmp_path / MANUAL
+    script.write_text(source.replace(line, f"        if rank == 0: dist.all_reduce(report)\n{line}"))
     flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
     result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
     assert result.returncode == 1 and words in result.stderr and words in README
