@@ -30,29 +30,19 @@ def test_the_scripts_differ_only_where_ddp_is():
     assert all(re.search(of_ddp, line) for line in changes), changes
 
 
-@pytest.fixture
-def train(small_mnist, tmp_path):
-    """Train on the small MNIST: train(script, *flags) returns what must repeat of --metrics, and what is printed."""
-
-    def train(script, *flags, nproc=2):
-        metrics = tmp_path / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        small = ("--data-dir", small_mnist, "--train-size", 256, "--batch-size", 16, "--epochs", 2)
-        output = finish(script, *small, "--metrics", metrics, *flags, nproc=nproc)
-        words = re.sub(r"[\d.,]+ samples/s", "", output)
-        return outcome(metrics), re.findall(r"(?m)^(?:global|epoch|weights) .*", words)  # older Gloos print, too
-
-    return train
-
-
 SHORT = ("--train-size", 32, "--batch-size", 4, "--epochs", 1)  # older CPUs take a minute for 200 images in bf16
 
 
 @pytest.mark.parametrize("flags", [(), (*SHORT, "--accum-steps", 2, "--clip-grad-norm", 0.5, "--precision", "bf16")])
-def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(train, flags):
-    whole = train(DDP, *flags)
-    for script, *sync in ((DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
-        assert train(script, *sync, *flags) == whole
+def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(flags, small_mnist, tmp_path):
+    flags = ("--data-dir", small_mnist, "--train-size", 256, "--batch-size", 16, "--epochs", 2, *flags)
+    results = []
+    for way in ((DDP,), (DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
+        metrics = tmp_path / str(len(results))
+        words = re.sub(r"[\d.,]+ samples/s", "", finish(*way, *flags, "--metrics", metrics))
+        lines = re.findall(r"(?m)^(?:global|epoch|weights) .*", words)  # older Gloos print, too
+        results.append((outcome(metrics), lines))
+        assert results[-1] == results[0]
 
 
 def test_evaluation_is_exact_at_any_number_of_processes(small_mnist, tmp_path):
