@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import ROOT, environment, run
+from conftest import ROOT, environment, run, wait_until  # noqa: F401, as benchmark.py takes environment from here
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.11"}
@@ -39,13 +39,6 @@ def require(*programs, root=True):
         pytest.skip(f"needs {', '.join(programs)}{' and root' * root}")
 
 
-def wait_until(look, timeout=180):
-    deadline = time.monotonic() + timeout
-    while not look():
-        assert time.monotonic() < deadline, f"waited in vain for {look}"
-        time.sleep(0.05)
-
-
 class Host:
     """A network, mounts and processes of its own, which die with the first, and a name: 127.0.1.1, as on Debian."""
 
@@ -58,10 +51,9 @@ class Host:
         setup = f"hostname {name} && ip link set lo up && mount --bind {mounts} && mount -t tmpfs none /run"
         setup += " && mkdir /run/sshd && echo ready && read -r"
         command = ["unshare", *NAMESPACES, "--mount-proc", "--fork", "--kill-child", "bash", "-c", setup]
-        self.started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)]
-        assert self.started[0].stdout.readline() == b"ready\n", f"{name} has not started"
-        (children,) = Path(f"/proc/{self.started[0].pid}/task").glob("*/children")
-        self.init = int(children.read_text())
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout.readline() == b"ready\n", f"{name} has not started"
+        self.init = psutil.Process(self.process.pid).children()[0].pid
 
     def inside(self, *command, cwd=ROOT):
         enter = ["nsenter", f"--target={self.init}", *NAMESPACES]
@@ -72,10 +64,6 @@ class Host:
         result = run(self.inside(*command, cwd=cwd), **options)
         assert result.returncode == 0, (command, result.stdout, result.stderr)
         return result.stdout
-
-    def serve(self, *command, **env):
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        self.started.append(subprocess.Popen(self.inside(*command), env=environment(**env), **pipes))
 
     def processes(self):
         """Return the command lines of the processes here that are not servers, by their ids here."""
@@ -106,9 +94,9 @@ class Network:
             network.start()
             yield network
         finally:
-            for process in [process for host in network.hosts for process in host.started]:
-                process.kill()
-                process.wait()
+            for host in network.hosts:
+                host.process.kill()
+                host.process.wait()
 
     def start(self):
         folder = self.folder
@@ -127,7 +115,7 @@ class Network:
             host.must("ip", "address", "add", f"{ADDRESSES[host.name]}/24", "dev", "eth0")
             host.must("ip", "link", "set", "eth0", "up")
             options = (f"-oAuthorizedKeysFile={folder}/key.pub", "-oStrictModes=no")
-            host.serve("/usr/sbin/sshd", "-D", "-f", "/dev/null", "-h", folder / "key", *options)
+            host.must("/usr/sbin/sshd", "-f", "/dev/null", "-h", folder / "key", *options)
             wait_until(lambda host=host: ":22 " in host.must("ss", "--listening", "--tcp", "--numeric"))
 
     def wait_until_empty(self):
@@ -168,9 +156,9 @@ class Slurm(Network):
         self.env["SLURM_CONF"].write_text(self.CONF.format(folder=self.folder))
         (self.folder / "gres.conf").write_text("NodeName=node[0-1] Name=gpu File=/dev/null,/dev/zero\n")
         self.command = functools.partial(self.login.must, **self.env)
-        self.login.serve("/usr/sbin/slurmctld", "-D", **self.env)
+        self.command("/usr/sbin/slurmctld")
         for node in self.nodes:
-            node.serve("/usr/sbin/slurmd", "-D", "-N", node.name, **self.env)
+            node.must("/usr/sbin/slurmd", "-N", node.name, **self.env)
         sinfo = self.login.inside("sinfo", "--noheader", "--format=%T")
         wait_until(lambda: run(sinfo, **self.env).stdout == "idle\n")
 

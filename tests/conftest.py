@@ -34,6 +34,15 @@ FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imp
 FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
 
 
+def wait_until(look, timeout=300):
+    """Wait until a function returns something; return that."""
+    deadline = time.monotonic() + timeout
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"waited in vain for {look}"
+        time.sleep(0.02)
+    return found
+
+
 def environment(gpu=False, **changes):
     """Return this process's environment with `changes`, and by default without a GPU."""
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
@@ -89,14 +98,9 @@ class Background:
     def output(self):
         return self.log.read_bytes().decode()
 
-    def wait_for(self, what, timeout=300):
+    def wait_for(self, what):
         """Wait until a pattern is in the output, or a function returns something."""
-        look = what if callable(what) else lambda: re.search(what, self.output())
-        deadline = time.monotonic() + timeout
-        while not (found := look()):
-            assert time.monotonic() < deadline, f"no {what}"
-            time.sleep(0.01)
-        return found
+        return wait_until(what if callable(what) else lambda: re.search(what, self.output()))
 
     def wait(self, timeout=400):
         """Wait for its end; return the exit code."""
@@ -110,7 +114,6 @@ def run_script(script, *flags):
 
 
 def be_rank(log, env, target, *arguments):
-    os.environ.clear()
     os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -125,18 +128,14 @@ class Ranks(Background):
     def __init__(self, *target, nproc=2, log=None, **env):
         self.log = Path(log or tempfile.mkstemp()[1])
         target = target if callable(target[0]) else (run_script, *target)
-        env = {"WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | env
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.find_port()}
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
         self.processes = []
         for rank in range(nproc):
-            place = environment(**{"RANK": rank, "LOCAL_RANK": rank} | env)
-            self.processes.append(FORKSERVER.Process(target=be_rank, args=(self.log, place, *target)))
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | meeting | env
+            arguments = (self.log, environment(**place), *target)
+            self.processes.append(FORKSERVER.Process(target=be_rank, args=arguments))
             self.processes[rank].start()
-
-    @staticmethod
-    def find_port():
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return server.getsockname()[1]
 
     def pids(self):
         return {rank: process.pid for rank, process in enumerate(self.processes) if process.is_alive()}

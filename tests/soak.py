@@ -15,8 +15,8 @@ from pathlib import Path
 from conftest import ROOT, SCRIPTS, Background, torchrun, weights
 
 
-def disturb(job, nproc, kills, pause, rng):
-    """Kill a random rank of a Background job, and then of the ranks that torchrun has started again, `kills` times.
+def disturb(job, kills, pause, rng):
+    """Kill one of a Background job's two ranks, and then of those that torchrun has started again, `kills` times.
 
     Every other time up to `pause` seconds after the ranks have taken their first step; else up to `pause` after
     they have started, when they import, meet, or read the checkpoint.
@@ -27,12 +27,12 @@ def disturb(job, nproc, kills, pause, rng):
 
         def find_new(old=old):
             new = {rank: pid for rank, pid in job.pids().items() if rank is not None}
-            return new if len(new) == nproc and not old & {*new.values()} else None
+            return new if len(new) == 2 and not old & {*new.values()} else None
 
         ranks = job.wait_for(find_new)
         if kill % 2 == 0:
             job.wait_for(lambda known=known: "  loss " in job.output()[known:])
-        delay, rank = rng.uniform(0, pause), rng.randrange(nproc)
+        delay, rank = rng.uniform(0, pause), rng.randrange(2)
         time.sleep(delay)
         os.kill(ranks[rank], signal.SIGKILL)
         print(f"rank {rank} killed {delay:.1f} s after its {'start' if kill % 2 else 'first step'}", flush=True)
@@ -52,7 +52,7 @@ def main():
             where = {"log": Path(folder) / "log", "cwd": Path.cwd(), "gpu": True}
             where["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = 1  # or restarted ranks would look for the dead
             with Background(*launch, *command, *(saving if kills else ()), **where) as job:
-                disturb(job, 2, kills, pause, random.Random(args.script))
+                disturb(job, kills, pause, random.Random(args.script))
                 job.wait_for("  loss ")
                 began = time.monotonic()
                 if job.wait(timeout=None):

@@ -1,7 +1,7 @@
 """What is written by hand: the sampler against torch's; the averager, and the README's lines, against DDP."""
 
 import contextlib
-import copy
+import functools
 import re
 import textwrap
 
@@ -40,49 +40,50 @@ class TinyTransformer(nn.Module):
         return self.head(x + self.branch(x) if tokens[0, 0] == 0 else x).flatten(0, 1)
 
 
-def make_batch(model, rank, step, i):
+def make_batch(model, step, i):
     """Return the i-th batch of a step. The transformer's branch is used by one rank, in one of its batches only."""
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + i)
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + i)
     if not isinstance(model, TinyTransformer):
         return torch.randn(4, 1, 28, 28, generator=generator), torch.randint(10, (4,), generator=generator)
     tokens = torch.randint(1, 31, (4, 8), generator=generator)
-    tokens[0, 0] *= rank != step % dist.get_world_size() or i > 0
+    tokens[0, 0] *= dist.get_rank() != step % dist.get_world_size() or i > 0
     return tokens, tokens.roll(-1, dims=1).flatten()
 
 
+def gather_and_average(model):
+    """The oracle: every rank gets the gradients of all, without an all-reduce, and takes their mean."""
+    for p in model.parameters():
+        if p.requires_grad:
+            gradients = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+            dist.all_gather(gradients, torch.zeros_like(p) if p.grad is None else p.grad)
+            p.grad = sum(gradients) / len(gradients)
+
+
 def train(build, accum, way):
-    """Take two steps. `way` is how to average: "DDP", by hand as in --sync, or "alone", in one process: the oracle."""
+    """Take two steps. `way` is how to average: "DDP", by hand as in --sync, or "gather", the oracle."""
     torch.manual_seed(0)
-    model = build()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    models, no_sync, average = {rank: model}, contextlib.nullcontext, lambda: None
+    model = wrapped = build()
+    no_sync, average = contextlib.nullcontext, lambda: None
     if way == "DDP":
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        ddp.broadcast_buffers, no_sync = False, ddp.no_sync
-    elif way == "alone":  # here are the models of all ranks, in one process that averages their gradients
-        models = {r: copy.deepcopy(model) for r in range(world_size)}
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+        no_sync = wrapped.no_sync
+    elif way == "gather":
+        average = functools.partial(gather_and_average, model)
     else:
         averager = GradientAverager(model, way)
         no_sync, average = averager.no_sync, averager.average
-    parameters = [p for model in models.values() for p in model.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
-        for r, model in models.items():
-            for i in range(accum):
-                x, y = make_batch(model, r, step, i)
-                with no_sync() if i < accum - 1 else contextlib.nullcontext():
-                    logits = ddp(x) if way == "DDP" else model(x)
-                    (F.cross_entropy(logits, y) / accum).backward()
-        for same in zip(*(model.parameters() for model in models.values()), strict=True) if way == "alone" else ():
-            mean = sum(torch.zeros_like(p) if p.grad is None else p.grad / world_size for p in same)
-            for p in same:
-                p.grad = mean.clone() if p.requires_grad else None
+        for i in range(accum):
+            x, y = make_batch(model, step, i)
+            with no_sync() if i < accum - 1 else contextlib.nullcontext():
+                (F.cross_entropy(wrapped(x), y) / accum).backward()
         average()
-        for model in models.values():  # not clipped without accumulation, as clipping hides a wrong factor
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5 if accum > 1 else torch.inf)
+        # Not clipped without accumulation, as clipping hides a wrong factor.
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5 if accum > 1 else torch.inf)
         optimizer.step()
         optimizer.zero_grad()
-    return dict(models[rank].state_dict())
+    return dict(model.state_dict())
 
 
 def same_training():
@@ -91,9 +92,9 @@ def same_training():
     two = dist.get_world_size() == 2
     torch.set_default_dtype(torch.float32 if two else torch.float64)
     for build, accum in ((train_ddp.build_model, 2), (TinyTransformer, 1), (TinyTransformer, 2)):
-        alone, *others = (train(build, accum, way) for way in ("alone", "DDP", *SYNCS))
+        oracle, *others = (train(build, accum, way) for way in ("gather", "DDP", *SYNCS))
         for other in others:
-            torch.testing.assert_close(other, alone, rtol=0 if two else 1e-8, atol=0 if two else 1e-9)
+            torch.testing.assert_close(other, oracle, rtol=0 if two else 1e-8, atol=0 if two else 1e-9)
 
 
 class Odd(nn.Module):
@@ -120,10 +121,6 @@ class Odd(nn.Module):
         return name not in ("unused", ("scalar", "strided", "bf16")[rank % 3])
 
 
-def named_tensors(model):
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
 def any_module():
     """The ranks take what rank 0 has, and each parameter gets the mean of the gradients, in its own layout."""
     dist.init_process_group("gloo")
@@ -131,8 +128,8 @@ def any_module():
     for sync in SYNCS:
         model = Odd(rank)
         averager = GradientAverager(model, sync)
-        for (name, tensor), (_, expected) in zip(named_tensors(model), named_tensors(Odd(0)), strict=True):
-            assert torch.equal(tensor, expected), name
+        ours, expected = ([*module.parameters(), *module.buffers()] for module in (model, Odd(0)))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
         for set_to_none in (True, False):
             model(rank).backward()
             averager.average()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, outcome, run, run_script, torchrun, write_mnist
+from test_readme import in_folder
 
 
 def shared_part(script):
@@ -29,37 +30,25 @@ def test_the_scripts_differ_only_where_ddp_is():
     assert all(re.search(of_ddp, line) for line in changes), changes
 
 
-@pytest.fixture
-def train(small_mnist, tmp_path):
-    """Train on the small MNIST: train(script, *flags) returns what must repeat of --metrics, and what is printed."""
-
-    def train(script, *flags, nproc=2):
-        metrics = tmp_path / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        small = ("--data-dir", small_mnist, "--train-size", 256, "--batch-size", 16, "--epochs", 2)
-        output = finish(script, *small, "--metrics", metrics, *flags, nproc=nproc)
-        words = re.sub(r"[\d.,]+ samples/s", "", output)
-        return outcome(metrics), re.findall(r"(?m)^(?:global|epoch|weights) .*", words)  # older Gloos print, too
-
-    return train
-
-
 SHORT = ("--train-size", 32, "--batch-size", 4, "--epochs", 1)  # older CPUs take a minute for 200 images in bf16
 
 
 @pytest.mark.parametrize("flags", [(), (*SHORT, "--accum-steps", 2, "--clip-grad-norm", 0.5, "--precision", "bf16")])
-def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(train, flags):
-    whole = train(DDP, *flags)
-    for script, *sync in ((DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
-        assert train(script, *sync, *flags) == whole
+def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(flags, small_mnist, tmp_path):
+    flags = ("--data-dir", small_mnist, "--train-size", 256, "--batch-size", 16, "--epochs", 2, *flags)
+    results = []
+    for way in ((DDP,), (DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
+        metrics = tmp_path / str(len(results))
+        words = re.sub(r"[\d.,]+ samples/s", "", finish(*way, *flags, "--metrics", metrics))
+        lines = re.findall(r"(?m)^(?:global|epoch|weights) .*", words)  # older Gloos print, too
+        results.append((outcome(metrics), lines))
+        assert results[-1] == results[0]
 
 
 def test_evaluation_is_exact_at_any_number_of_processes(small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 32, "--checkpoint", tmp_path / "ck.pt")
     (result,) = re.findall("test loss.* of 101 test images", finish(DDP, *flags, "--epochs", 1))
     assert result in finish(MANUAL, *flags, "--epochs", 0, nproc=3)
-    flags = ("--data-dir", write_mnist(tmp_path, test_size=1))  # where a rank has no image at all
-    assert " of 1 test images" in finish(DDP, *flags, "--epochs", 0)
 
 
 def test_torchrun_and_metrics(small_mnist, tmp_path):
@@ -79,10 +68,11 @@ def test_torchrun_and_metrics(small_mnist, tmp_path):
     assert len(re.findall(r"rank [01] of 2 on \S+, cpu, 1 CPU threads, gloo", result.stderr)) == 2
 
 
-def test_no_epochs_and_threads_that_are_the_users_choice(small_mnist):
-    output = finish(MANUAL, "--data-dir", small_mnist, "--epochs", 0, OMP_NUM_THREADS=3)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_epochs_threads_that_are_the_users_choice_and_a_rank_without_a_test_image(script, tmp_path):
+    output = finish(script, "--data-dir", write_mnist(tmp_path, test_size=1), "--epochs", 0, OMP_NUM_THREADS=3)
     assert output.count(", cpu, 3 CPU threads, gloo") == 2
-    assert re.search(r"(?m)^test loss \S+  accuracy \S+% of 101 test images\nweights sha256 \w+, ", output)
+    assert re.search(r"(?m)^test loss \S+  accuracy \S+% of 1 test images\nweights sha256 \w+, ", output)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -131,11 +121,6 @@ def test_a_log_file_gets_lines_and_a_terminal_a_bar_below_them(small_mnist):
     assert [words.sub("", row) for row in shown(terminal)] == [words.sub("", row) for row in log.split("\n")]
 
 
-def in_folder(folder, *command):
-    os.chdir(folder)
-    run_script(*command)
-
-
 @pytest.mark.parametrize(
     ("flags", "stop_at", "line"),
     [
@@ -145,7 +130,7 @@ def in_folder(folder, *command):
 )
 def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--epochs", 9, "--batch-size", 50, "--checkpoint", "ck.pt", *flags)
-    terminal = on_a_terminal(in_folder, tmp_path, DDP, *flags, stop_at=stop_at)
+    terminal = on_a_terminal(in_folder, tmp_path, run_script, DDP, *flags, stop_at=stop_at)
     assert line in shown(terminal), terminal
 
 
