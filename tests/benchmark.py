@@ -155,10 +155,10 @@ def torchrun(world, *command, **env):
 def on_two_hosts(links, command):
     """As torchrun(), in one process on each of two hosts, whose link has at first the last of these rates."""
     import pytest
-    from cluster import TOOLS, Network, environment, require
+    from cluster import TOOLS, Network, require
 
-    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "10.213.0.10", "MASTER_PORT": 999}
-    env = environment(**env, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS=1)
+    env = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.213.0.10", "MASTER_PORT": "999"}
+    env |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         require(*TOOLS, "tc")
         with tempfile.TemporaryDirectory() as folder, Network.up(Path(folder)) as network:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, environment, run, wait_until  # noqa: F401, as benchmark.py takes environment from here
+from conftest import ROOT, run, wait_until
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.11"}

@@ -113,6 +113,11 @@ def run_script(script, *flags):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
+def in_folder(folder, function, *arguments):
+    os.chdir(folder)
+    function(*arguments)
+
+
 def be_rank(log, env, target, *arguments):
     os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)

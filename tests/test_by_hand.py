@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import finish, run_script, write_mnist
+from conftest import finish, in_folder, run_script, write_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_readme import LESSONS, MANY, in_folder
+from test_readme import LESSONS, MANY
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler

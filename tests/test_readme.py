@@ -1,13 +1,12 @@
 """The README's commands run, what they print has what matters, and its lessons hold."""
 
-import os
 import re
 import shutil
 
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, run, torchrun, weights, write_mnist
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_folder, run, torchrun, weights, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -166,8 +165,3 @@ def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
     result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
     assert result.returncode == 1 and words in result.stderr and words in README
-
-
-def in_folder(folder, function, *arguments):
-    os.chdir(folder)
-    function(*arguments)

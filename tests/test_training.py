@@ -13,8 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, outcome, run, run_script, torchrun, write_mnist
-from test_readme import in_folder
+from conftest import (
+    DDP,
+    MANUAL,
+    ROOT,
+    SCRIPTS,
+    Ranks,
+    finish,
+    in_folder,
+    outcome,
+    run,
+    run_script,
+    torchrun,
+    write_mnist,
+)
 
 
 def shared_part(script):
