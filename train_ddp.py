@@ -178,7 +178,7 @@ def train_step(ddp, optimizer, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last backward(), which averages them over all (4).
+        # Gradients add up on this rank until the last backward(), which averages them: change 4.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = ddp(images)  # which prepares the averaging; `model(images)` would not
@@ -340,7 +340,7 @@ def main():
     if epoch or first:
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no gradients
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no averages
     ddp.broadcast_buffers = False  # `evaluate` does it. (As an argument, torch 2.14 warns.)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
@@ -376,8 +376,8 @@ def main():
                     continue
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
-                # numbers can wait for a second reading: how many ranks were asked to stop, and how
-                # many took part. (An all-reduce that NCCL gives up returns, without the sum.)
+                # numbers can wait for a second reading: how many signals to stop have come, and
+                # how many ranks took part. (If NCCL gives up, the call returns without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()

@@ -318,7 +318,7 @@ def train_step(model, averager, optimizer, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last backward(), which averages them over all (4).
+        # Gradients add up on this rank until the last backward(), which averages them: change 4.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
@@ -516,8 +516,8 @@ def main():
                     continue
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
-                # numbers can wait for a second reading: how many ranks were asked to stop, and how
-                # many took part. (An all-reduce that NCCL gives up returns, without the sum.)
+                # numbers can wait for a second reading: how many signals to stop have come, and
+                # how many ranks took part. (If NCCL gives up, the call returns without the sum.)
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()
