@@ -113,7 +113,7 @@ def run_script(script, *flags):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def in_folder(folder, function, *arguments):
+def in_dir(folder, function, *arguments):
     os.chdir(folder)
     function(*arguments)
 

@@ -79,8 +79,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         measure()
     else:
-        steps = (
-            on_two_hosts([options.link], command) if options.link else torchrun(2, *command, CUDA_VISIBLE_DEVICES="")
-        )
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        steps = on_two_hosts([options.link], command) if options.link else torchrun(2, *command, **env)
         for sync, step in steps.items():
             draw(sync, *step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import finish, in_folder, run_script, write_mnist
+from conftest import finish, in_dir, run_script, write_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_readme import LESSONS, MANY
@@ -167,7 +167,7 @@ def train_many(tmp_path):
 
     def train_many(source, nproc=2):
         (tmp_path / "many.py").write_text(source.replace("layers =", "torch.manual_seed(0)\nlayers ="))
-        output = finish(in_folder, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
+        output = finish(in_dir, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
         return output, torch.load(tmp_path / "model.pt")
 
     return train_many

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_folder, run, torchrun, weights, write_mnist
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -148,7 +148,7 @@ def test_what_happens_without_it(line, instead, symptom, small_mnist, tmp_path):
     script.write_text(source.replace(line, instead))
     flags = ("--data-dir", small_mnist, "--train-size", 320, "--batch-size", 80, "--epochs", 2)
     flags += ("--checkpoint", "ck.pt", "--epochs", 9) if "ck.pt" in symptom else ()  # in some save, both are at it
-    with Ranks(in_folder, tmp_path, spied, tmp_path, script, *flags) as ranks:
+    with Ranks(in_dir, tmp_path, spied, tmp_path, script, *flags) as ranks:
         succeeded = ranks.wait() == [0, 0]
         output = ranks.output()
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1)) if succeeded else ("", "")

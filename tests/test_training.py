@@ -13,20 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    DDP,
-    MANUAL,
-    ROOT,
-    SCRIPTS,
-    Ranks,
-    finish,
-    in_folder,
-    outcome,
-    run,
-    run_script,
-    torchrun,
-    write_mnist,
-)
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_dir, outcome, run, run_script, torchrun, write_mnist
 
 
 def shared_part(script):
@@ -142,7 +129,7 @@ def test_a_log_file_gets_lines_and_a_terminal_a_bar_below_them(small_mnist):
 )
 def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--epochs", 9, "--batch-size", 50, "--checkpoint", "ck.pt", *flags)
-    terminal = on_a_terminal(in_folder, tmp_path, run_script, DDP, *flags, stop_at=stop_at)
+    terminal = on_a_terminal(in_dir, tmp_path, run_script, DDP, *flags, stop_at=stop_at)
     assert line in shown(terminal), terminal
 
 
