@@ -65,8 +65,8 @@ def train(build, accum, way):
     model = wrapped = build()
     no_sync, average = contextlib.nullcontext, lambda: None
     if way == "DDP":
-        wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
-        no_sync = wrapped.no_sync
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        wrapped.broadcast_buffers, no_sync = False, wrapped.no_sync
     elif way == "gather":
         average = functools.partial(gather_and_average, model)
     else:
@@ -199,9 +199,8 @@ def test_what_most_loops_need_next(train_many, tmp_path):
 
 def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
     (block,) = (textwrap.indent(lesson, 8 * " ") for lesson in LESSONS if "mask" in lesson)
-    source = (
-        re.sub(r" {8}loss = .*\n", lambda _: block, MANY).replace("Adam(", "SGD(").replace("0.003", "0.1")
-    )  # Adam hides a factor
+    many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")  # as Adam hides a wrong factor
+    source = re.sub(r" {8}loss = .*\n", lambda _: block, many)
     _, two = train_many(source)
     _, one = train_many(source.replace("batch_size=64, sampler=sampler", "batch_size=128, sampler=sampler"), nproc=1)
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)

@@ -20,11 +20,10 @@ BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for 
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
 LADDER, PORT = (block for block in BLOCKS if "/tmp/" in block[-1])
-SUBMISSIONS, LINKS = (
-    [command for block in BLOCKS for command in block if word in command] for word in ("sbatch", "--link")
-)
+SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in line] for word in ("sbatch", "--link"))
 ELSEWHERE = (TESTS, *LADDER[1:], *PORT, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
+QUOTED = [lesson for lesson in LESSONS if lesson.startswith("    ")]
 (EXAMPLE,) = [lesson for lesson in LESSONS if "def build_model" in lesson]
 (DIFF,) = fenced("diff")
 ONE, MANY = ("".join(line[1:] for line in DIFF.splitlines(True) if line[0] in f" {sign}") for sign in "-+")
@@ -117,14 +116,16 @@ def test_flags_that_are_named_exist():
 def test_the_example_of_a_model_of_your_own(tmp_path):
     hashes = set()
     for script in SCRIPTS:
-        source = (ROOT / script).read_text()
-        (tmp_path / script).write_text(
-            source.replace("\ndef main():", f"\n{EXAMPLE}\n\ndef main():")
-        )  # the later one counts
+        before, main, after = (ROOT / script).read_text().partition("\ndef main():")
+        (tmp_path / script).write_text(before + EXAMPLE + main + after)  # of two definitions, the later one counts
         output = finish(tmp_path / script, "--epochs", 1, "--batch-size", 250)
         assert "of 500 test images" in output
         hashes.add(weights(output))
     assert len(hashes) == 1
+
+
+def test_what_is_quoted_is_there():
+    assert len(QUOTED) == 3 and all(quoted in (ROOT / DDP).read_text() for quoted in QUOTED)
 
 
 DIFFERENT = "the ranks have ended on different weights: "
@@ -143,7 +144,7 @@ LEFT_OUT = [  # what is taken out of train_ddp.py, what takes its place, and wha
 @pytest.mark.parametrize(("line", "instead", "symptom"), LEFT_OUT)
 def test_what_happens_without_it(line, instead, symptom, small_mnist, tmp_path):
     source = (ROOT / DDP).read_text()
-    assert source.count(line) == 1 and all(lesson in source for lesson in LESSONS if lesson.startswith("    "))
+    assert source.count(line) == 1
     script = tmp_path / DDP
     script.write_text(source.replace(line, instead))
     flags = ("--data-dir", small_mnist, "--train-size", 320, "--batch-size", 80, "--epochs", 2)
