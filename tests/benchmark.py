@@ -5,7 +5,7 @@
     python tests/benchmark.py --link none 2.5gbit 1gbit        # between two hosts: what is overlap worth?
 
 A round is a few steps of each way, interleaved in the same processes; a ratio is the median of those in each round.
-Images are synthetic; each process has one CPU thread. With --link (Linux, root), the hosts are network namespaces.
+Images are synthetic; a process has one CPU thread. The hosts of --link (Linux, root) are namespaces that share a GPU.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def on_two_hosts(links, command):
     from cluster import TOOLS, Network, require
 
     env = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.213.0.10", "MASTER_PORT": "999"}
-    env |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     try:
         require(*TOOLS, "tc")
         with tempfile.TemporaryDirectory() as folder, Network.up(Path(folder)) as network:

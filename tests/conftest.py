@@ -130,7 +130,7 @@ def be_rank(log, env, target, *arguments):
 class Ranks(Background):
     """The processes of a script, or of a function, that need no second to start, for what is no test of torchrun."""
 
-    def __init__(self, *target, nproc=2, log=None, **env):
+    def __init__(self, *target, nproc=2, log=None, share_gpu=False, **env):
         self.log = Path(log or tempfile.mkstemp()[1])
         target = target if callable(target[0]) else (run_script, *target)
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -138,6 +138,8 @@ class Ranks(Background):
         self.processes = []
         for rank in range(nproc):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | meeting | env
+            if share_gpu:  # NCCL refuses two ranks of a host on one GPU, so each is a host of its own
+                place |= {"LOCAL_RANK": 0, "NCCL_HOSTID": rank}
             arguments = (self.log, environment(**place), *target)
             self.processes.append(FORKSERVER.Process(target=be_rank, args=arguments))
             self.processes[rank].start()

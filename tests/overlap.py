@@ -1,11 +1,11 @@
 """Draw one step of `--sync flat` and one of `--sync bucketed` as Mermaid charts: what is sent during backward()?
 
-    python tests/overlap.py                                     # two processes, on CPUs
+    python tests/overlap.py                                     # two processes
     python tests/overlap.py --link 1gbit                        # on two hosts, as in benchmark.py (Linux, root)
     python tests/overlap.py --batch-size 64 --accum-steps 2     # flags of train_ddp.py go to the steps
 
-The bar of a bucket begins when its all-reduce is called and ends when the bucket has arrived. This reads what Gloo
-records, on CPUs. With NCCL, most of the work is GPU kernels: look at such a profile in ui.perfetto.dev.
+The bar of a bucket begins when its all-reduce is called (on a GPU: begins), and ends when the bucket has arrived.
+CUDA_VISIBLE_DEVICES= before the command hides a GPU, which else both hosts share.
 """
 
 import argparse
@@ -13,21 +13,29 @@ import json
 import os
 import sys
 
+import torch
 import torch.distributed as dist
 from benchmark import on_two_hosts, rate, script_step, torchrun, train_ddp, train_manual_ddp
+from torch.autograd import DeviceType
 from torch.profiler import profile
 
 
 def read_step(events):
     """Return (start, end) of backward() and of each all-reduce in a step, in ms."""
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
 
-    def spans(name):
-        found = [event.time_range for event in events if event.name.startswith(name)]
+    def spans(name, events=events):
+        found = [event.time_range for event in events if name in event.name]
         return sorted((span.start / 1000, span.end / 1000) for span in found)  # from µs
 
     # With --accum-steps, it is the last backward() that sends the gradients. The last loss is computed before it.
-    _, forward_end = spans("aten::cross_entropy_loss")[-1]
-    nodes = [span for span in spans("autograd::engine::evaluate_function") if span[0] > forward_end]
+    if on_gpu:  # which runs behind the CPU: what counts is when its kernels ran
+        (_, start), (stop, _) = spans("nll_loss_forward", on_gpu)[-1], spans("Optimizer.step", on_gpu)[-1]
+        computing = {*spans("", on_gpu)} - {*spans("nccl:", on_gpu)} - {*spans("ncclDevKernel", on_gpu)}
+        works = [span for span in spans("nccl:all_reduce", on_gpu) if span[0] > start]
+        return (start, max(end for began, end in computing if began < stop)), works
+    _, start = spans("aten::cross_entropy_loss")[-1]
+    nodes = [span for span in spans("autograd::engine::evaluate_function") if span[0] > start]
     # Gloo has threads of its own. In `works`, one of them is at work on a bucket; before, the bucket may have to queue.
     calls, works = spans("c10d::allreduce_"), spans("gloo:all_reduce")
     backward = nodes[0][0], max(end for _, end in nodes)
@@ -48,7 +56,9 @@ def measure():
         with profile() as profiled:
             dist.barrier()  # a profiler takes a while to start
             step()
-        averager = train_manual_ddp.GradientAverager(train_ddp.build_model(), sync)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+        averager = train_manual_ddp.GradientAverager(train_ddp.build_model().to(device), sync)
         steps[sync] = *read_step(profiled.events()), [bucket.flat.nbytes for bucket in averager.buckets]
     if rank == 0:
         print(json.dumps(steps))
@@ -79,7 +89,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         measure()
     else:
-        env = {"CUDA_VISIBLE_DEVICES": ""}
-        steps = on_two_hosts([options.link], command) if options.link else torchrun(2, *command, **env)
+        steps = on_two_hosts([options.link], command) if options.link else torchrun(2, *command)
         for sync, step in steps.items():
             draw(sync, *step)

@@ -5,23 +5,23 @@ import signal
 
 import pytest
 import torch
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, run, torchrun, weights
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, finish, torchrun, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-TWO = pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))
 FLAGS = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--epochs", 2, "--deterministic")
+COMPILED = pytest.param(("--compile",), marks=pytest.mark.xfail(reason="pytorch#171622, seen with torch 2.11"))
 
 
 def train(script, *flags, nproc=1):
-    """Train a script to its end; return the hash of its weights."""
-    result = run([*torchrun(nproc), ROOT / script, *FLAGS, *flags], gpu=True, timeout=600)
-    assert result.returncode == 0 and ", nccl, " in result.stderr, result.stderr
-    assert float(re.findall(r"accuracy (\S+)%", result.stdout)[-1]) > 80
-    return weights(result.stdout)
+    """Train a script to its end; return the hash of its weights. Where GPUs are too few, the ranks share one."""
+    output = finish(script, *FLAGS, *flags, nproc=nproc, gpu=True, share_gpu=nproc > torch.cuda.device_count())
+    assert ", cuda:0, " in output and ", nccl, " in output
+    assert float(re.findall(r"accuracy (\S+)%", output)[-1]) > 80
+    return weights(output)
 
 
-@pytest.mark.parametrize("nproc", [1, TWO])
-@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--accum-steps", "2"), ("--compile",)])
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--accum-steps", 2), COMPILED])
 def test_twins_and_reruns_end_on_the_same_bits(flags, nproc):
     ddp, manual = ({train(script, *flags, nproc=nproc) for _ in range(2)} for script in (DDP, MANUAL))
     assert len(ddp) == len(manual) == 1
