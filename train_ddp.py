@@ -102,7 +102,7 @@ def setup(args):
             fix = "lower --nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
             sys.exit(f"no GPU for local rank {local_rank}, as this node has {gpus}: {fix}")
         device = device_id = torch.device(accelerator.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
+        torch.accelerator.set_device_index(local_rank)  # torch.cuda.set_device, for all makes
 
     # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (device_id lets NCCL connect at once.)
     backend = args.backend or dist.get_default_backend_for_device(device)
@@ -290,7 +290,8 @@ def load_checkpoint(args, model, optimizer):
         except Exception as error:  # a damaged file makes torch.load raise nearly anything
             sys.exit(f"--checkpoint {path} is damaged: delete it, or give another name. {error!r}")
     box = [state]
-    dist.broadcast_object_list(box, src=0)  # other nodes may not see the file
+    # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.)
+    dist.broadcast_object_list(box, src=0)
     if box[0] is None:
         return 0, 0
     ours, theirs = data_flags(args), box[0].get("data")
@@ -324,7 +325,7 @@ def main():
     # 3. Deal out the data: of one shuffled order, each rank takes every W-th sample.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # for the weights; below, each step seeds the ranks differently
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
         torch.use_deterministic_algorithms(True)
@@ -341,7 +342,8 @@ def main():
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no averages
-    ddp.broadcast_buffers = False  # `evaluate` does it. (As an argument, torch 2.14 warns.)
+    # By default, each forward pass takes rank 0's running statistics; here, only `evaluate` does.
+    ddp.broadcast_buffers = False  # (Given as an argument, it makes torch 2.14 warn.)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -377,7 +379,7 @@ def main():
 
                 # A report: by one all-reduce, every rank learns the loss of all. The other two
                 # numbers can wait for a second reading: how many signals to stop have come, and
-                # how many ranks took part. (If NCCL gives up, the call returns without the sum.)
+                # how many ranks took part: when one has died, NCCL may return without the sum.
                 report = torch.tensor([loss_sum, len(stop_signals), 1], device=device)
                 dist.all_reduce(report)
                 loss, stop, ranks = report.tolist()
@@ -399,7 +401,7 @@ def main():
 
         result = {"epoch": epoch + 1, "step": (epoch + 1) * steps}
         line = "epoch {epoch}  "
-        if first < steps:  # else a run that was stopped has taken them all
+        if first < steps:  # else an earlier run has taken them all, and was stopped here
             speed = (steps - first) * global_batch / (time.perf_counter() - epoch_start)
             result |= {"lr": lr, "train_loss": loss, "samples_per_second": speed}
             line += "train loss {train_loss:.4f}  {samples_per_second:,.0f} samples/s  "
