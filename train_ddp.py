@@ -342,7 +342,7 @@ def main():
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
     # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # it copies no averages
-    # By default, each forward pass takes rank 0's running statistics; here, only `evaluate` does.
+    # Else ddp(...) broadcasts BatchNorm's statistics in each step; once, in `evaluate`, is enough.
     ddp.broadcast_buffers = False  # (Given as an argument, it makes torch 2.14 warn.)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
@@ -367,7 +367,7 @@ def main():
                 lr = peak_lr * lr_factor((global_step - 0.5) / (args.epochs * steps))
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                # What a model draws (dropout) differs by rank and step; a restart draws it again.
+                # What a model draws (dropout) differs by rank and step; a restart draws the same.
                 torch.manual_seed(hash((args.seed, global_step, rank)))
                 loss_sum += train_step(ddp, optimizer, batches, args)
                 bar.update()

@@ -507,7 +507,7 @@ def main():
                 lr = peak_lr * lr_factor((global_step - 0.5) / (args.epochs * steps))
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                # What a model draws (dropout) differs by rank and step; a restart draws it again.
+                # What a model draws (dropout) differs by rank and step; a restart draws the same.
                 torch.manual_seed(hash((args.seed, global_step, rank)))
                 loss_sum += train_step(model, averager, optimizer, batches, args)
                 bar.update()

@@ -145,11 +145,10 @@ def measure(args, options):
     dist.destroy_process_group()
 
 
-def torchrun(world, *command, **env):
+def torchrun(world, *command):
     """Run a script in `world` processes with one CPU thread each. Return what rank 0 prints, as JSON, at the end."""
-    start = [Path(sys.executable).with_name("torchrun"), "--standalone", f"--nproc_per_node={world}"]
-    output = subprocess.check_output([*start, *command], env=os.environ | {"OMP_NUM_THREADS": "1"} | env)
-    return json.loads(output.splitlines()[-1])
+    command = [Path(sys.executable).with_name("torchrun"), "--standalone", f"--nproc_per_node={world}", *command]
+    return json.loads(subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).splitlines()[-1])
 
 
 def on_two_hosts(links, command):
@@ -178,10 +177,11 @@ def compare_links(links, command):
     results = on_two_hosts(links, command).values()
     rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS)]
     megabits = sum(p.nbytes for p in train_ddp.build_model().parameters()) * 8 / 1e6
-    paper = [np.median(ms[LIMIT]) + 1000 * megabits / link for ms, link in zip(results, links, strict=True)]  # W is 2
-    rows.append(["flat, on paper: C + t", *(f"{ms:,.0f}" for ms in paper)])
+    times = [1000 * megabits / link for link in links]  # as W is 2
+    paper = [f"{np.median(ms[LIMIT]) + t:,.0f}" if t else "" for ms, t in zip(results, times, strict=True)]
+    rows.append(["flat, on paper: C + t", *paper])
     rows.append(["flat / bucketed", *(spread(np.divide(ms[SYNCS[1]], ms[SYNCS[0]]), 2) for ms in results)])
-    names = ["no limit" if link == math.inf else f"{link / 1000:g} Gbit/s" for link in links]
+    names = [f"{link / 1000:g} Gbit/s" if link < math.inf else "no limit" for link in links]
     print_table(["ms per step, link of", *names], *rows)
     medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS[:2])}
     print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red"}}}}%%')

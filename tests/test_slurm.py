@@ -43,6 +43,15 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
         assert re.findall("started .*", slurm.finish(job)[2]) == processes * [line]
 
 
+def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
+    """On nodes with two GPUs, as there are here, and with what `submit` has written in the place of many.py."""
+    (job,) = re.findall("^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+    (tmp_path / "worker.py.end").touch()
+    (tmp_path / "job.sh").write_text(job.replace("=4", "=2").replace("many.py", "worker.py"))
+    state, code, log = slurm.finish(slurm.command("sbatch", "--parsable", "job.sh", cwd=tmp_path).strip())
+    assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
+
+
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
     """The twin, as the file asks for it, but for the CPUs; an argument has spaces."""
     arguments, SCRIPT = (*SMALL, small_mnist, "--epochs", 4), ROOT / SCRIPTS[1]
