@@ -319,7 +319,7 @@ def train_step(model, averager, optimizer, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last backward(), which averages them: change 4.
+        # Gradients add up on this rank until the last pass, in which all ranks average: change 4.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
@@ -482,7 +482,7 @@ def main():
     first = min(steps, math.ceil(samples / global_batch))
     if epoch or first:
         say(f"going on from {args.checkpoint} after {epoch} epochs and {first} of {steps} steps")
-    # 4. Start from equal weights, those of rank 0, and average the gradients in each backward().
+    # 4. Start from equal weights, those of rank 0, and average the gradients in each step.
     averager = GradientAverager(model, args.sync)
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
