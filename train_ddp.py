@@ -102,7 +102,7 @@ def setup(args):
             fix = "lower --nproc_per_node, or train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ..."
             sys.exit(f"no GPU for local rank {local_rank}, as this node has {gpus}: {fix}")
         device = device_id = torch.device(accelerator.type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # torch.cuda.set_device, for all makes
+        torch.accelerator.set_device_index(local_rank)  # torch.cuda.set_device, for any make
 
     # 2. Meet the others, at MASTER_ADDR:MASTER_PORT. (device_id lets NCCL connect at once.)
     backend = args.backend or dist.get_default_backend_for_device(device)
