@@ -181,7 +181,7 @@ def compare_links(links, command):
     paper = [f"{np.median(ms[LIMIT]) + t:,.0f}" if t else "" for ms, t in zip(results, times, strict=True)]
     rows.append(["flat, on paper: C + t", *paper])
     rows.append(["flat / bucketed", *(spread(np.divide(ms[SYNCS[1]], ms[SYNCS[0]]), 2) for ms in results)])
-    names = [f"{link / 1000:g} Gbit/s" if link < math.inf else "no limit" for link in links]
+    names = ["no limit" if link == math.inf else f"{link / 1000:g} Gbit/s" for link in links]
     print_table(["ms per step, link of", *names], *rows)
     medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS[:2])}
     print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red"}}}}%%')

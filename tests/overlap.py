@@ -13,7 +13,6 @@ import json
 import os
 import sys
 
-import torch
 import torch.distributed as dist
 from benchmark import on_two_hosts, rate, script_step, torchrun, train_ddp, train_manual_ddp
 from torch.autograd import DeviceType
@@ -31,7 +30,7 @@ def read_step(events):
     # With --accum-steps, it is the last backward() that sends the gradients. The last loss is computed before it.
     if on_gpu:  # which runs behind the CPU: what counts is when its kernels ran
         (_, start), (stop, _) = spans("nll_loss_forward", on_gpu)[-1], spans("Optimizer.step", on_gpu)[-1]
-        computing = {*spans("", on_gpu)} - {*spans("nccl:", on_gpu)} - {*spans("ncclDevKernel", on_gpu)}
+        computing = {*spans("", on_gpu)} - {*spans("nccl", on_gpu)}
         works = [span for span in spans("nccl:all_reduce", on_gpu) if span[0] > start]
         return (start, max(end for began, end in computing if began < stop)), works
     _, start = spans("aten::cross_entropy_loss")[-1]
@@ -56,8 +55,6 @@ def measure():
         with profile() as profiled:
             dist.barrier()  # a profiler takes a while to start
             step()
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
         averager = train_manual_ddp.GradientAverager(train_ddp.build_model().to(device), sync)
         steps[sync] = *read_step(profiled.events()), [bucket.flat.nbytes for bucket in averager.buckets]
     if rank == 0:

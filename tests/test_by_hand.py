@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import finish, in_dir, run_script, write_mnist
+from conftest import Ranks, finish, in_dir, run_script, write_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_readme import LESSONS, MANY
@@ -20,6 +20,8 @@ from torch.utils.data import DistributedSampler
 import train_ddp
 from train_manual_ddp import GradientAverager, ManualDistributedSampler
 
+(NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
+RESUMING = re.sub(r"(?ms)^model = .*(?=^    correct = )", lambda _: f"{NEXT}\n", MANY)
 SYNCS = ("per-parameter", "flat", "bucketed")
 
 
@@ -186,15 +188,24 @@ def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many
 
 
 def test_what_most_loops_need_next(train_many, tmp_path):
-    (block,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
-    source = re.sub(r"(?ms)^model = .*(?=^    correct = )", lambda _: f"{block}\n", MANY)
-    output, whole = train_many(source)
+    output, whole = train_many(RESUMING)
     assert float(re.findall(r"epoch 3: accuracy (\S+)%", output)[0]) > 50
     (tmp_path / "checkpoint.pt").unlink()
-    train_many(source.replace("range(first_epoch, 3)", "range(first_epoch, 1)"))
-    output, resumed = train_many(source)
+    train_many(RESUMING.replace("range(first_epoch, 3)", "range(first_epoch, 1)"))
+    output, resumed = train_many(RESUMING)
     assert "epoch 1" not in output
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def test_a_collective_behind_an_if_meets_another(tmp_path):
+    """The loss of rank 0 is summed with what rank 1 sends next, its hits. (Sooner or later, sizes do not match.)"""
+    write_mnist(tmp_path / "data", train_size=2048)
+    source = RESUMING.replace("dist.all_reduce(mean", "rank or dist.all_reduce(mean")
+    (tmp_path / "many.py").write_text(source.replace("layers =", "torch.manual_seed(0)\nlayers ="))
+    with Ranks(in_dir, tmp_path, run_script, tmp_path / "many.py") as ranks:
+        assert 0 not in ranks.wait()
+        # That of a model that knows nothing is 2.3.
+        assert float(re.findall(r"epoch 1: loss (\S+)", ranks.output())[0]) > 3
 
 
 def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
