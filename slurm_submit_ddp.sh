@@ -52,7 +52,7 @@ srun=$! stopped=''
 save_and_stop() {
     echo 'time is nearly up: saving'
     stopped=yes
-    scancel --signal=USR1 "$SLURM_JOB_ID.0" # to all processes of step 0, the srun above
+    kill -USR1 "$srun" # srun forwards it to all processes of its step
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1

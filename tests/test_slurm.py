@@ -7,6 +7,7 @@ import pytest
 from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, run, torchrun, weights
 
+SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
 
@@ -23,8 +24,8 @@ def submit(slurm, tmp_path):
     """A function that submits a job, by default one that runs until there is the file `worker.py.end`."""
     (tmp_path / "worker.py").write_text(WORKER)
 
-    def submit(*arguments, flags=ONE_PROCESS, SCRIPT=tmp_path / "worker.py", **env):
-        command = ("sbatch", "--parsable", *flags, ROOT / "slurm_submit_ddp.sh", *arguments)
+    def submit(*arguments, flags=ONE_PROCESS, file=SUBMIT, SCRIPT=tmp_path / "worker.py", **env):
+        command = ("sbatch", "--parsable", *flags, file, *arguments)
         return slurm.command(*command, cwd=tmp_path, SCRIPT=SCRIPT, **env).strip()
 
     yield submit
@@ -72,6 +73,17 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     # Each epoch has one step: none was trained twice, and some were left for after the requeue.
     assert log.count("step 1/") == 4 and "step 1/" in log.partition("requeued")[2]
     assert weights(log) == weights(undisturbed.stdout)
+
+
+def test_a_step_before_the_training(slurm, submit, tmp_path):
+    """The user stages data, say, at the place for modules, so the training is not step 0."""
+    (tmp_path / "job.sh").write_text(SUBMIT.read_text().replace("\n# module load", "\nsrun true\n#"))
+    job = submit("--checkpoint", file="job.sh")
+    wait_until(lambda: "started" in slurm.log(job))
+    slurm.command(*NEAR_THE_LIMIT, job)
+    wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
+    (tmp_path / "worker.py.end").touch()
+    assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job)
 
 
 def test_preemption(slurm, submit, tmp_path):
