@@ -26,9 +26,11 @@
 set -uo pipefail # only now, as the scripts of conda and modules do not bear it
 script=${SCRIPT:-train_ddp.py}
 processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-cpus=$((${SLURM_CPUS_PER_TASK:-1} / processes))
+cpus=${SLURM_CPUS_PER_TASK:-1} number=$processes
+# torchrun counts the GPUs for `gpu`. If Slurm has not counted them here, a process gets one thread.
+[[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
 # Where this is unset, torch starts one thread per process, or one for each core of the whole node.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}

@@ -1,5 +1,6 @@
 """slurm_submit_ddp.sh under a real Slurm, on nodes with addresses, names and processes of their own."""
 
+import os
 import re
 import signal
 
@@ -42,6 +43,16 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     for job, (processes, threads, timeout) in jobs.items():
         line = f"started {processes} {threads} {timeout}"
         assert re.findall("started .*", slurm.finish(job)[2]) == processes * [line]
+
+
+def test_one_process_per_gpu(slurm, submit, tmp_path):
+    """torchrun is a stub, as there may be no GPU; Slurm says how many there are, or nothing."""
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho $OMP_NUM_THREADS torchrun $*\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    for flag, threads in {"--gres=gpu:2": 8, "--gpus-per-node=0": 1}.items():
+        env = {"NPROC_PER_NODE": "gpu", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        log = slurm.finish(submit(flags=("--nodes=1", flag), **env))[2]
+        assert re.search(f"(?m)^{threads} torchrun .* --nproc-per-node=gpu ", log), log
 
 
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
