@@ -7,7 +7,7 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# The last one saves 120 s before its time is up, is requeued (ten times at most), and goes on; a
+# The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
 # training that fails is not requeued. Flags of sbatch, such as --partition and --gres=gpu:8, win
 # over the lines below. Submit it in the directory of the training script, which all nodes see.
 
@@ -17,13 +17,13 @@
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=16       # of all processes of a node together
 #SBATCH --requeue                # by this script, and by Slurm after a preemption or a dead node
-#SBATCH --open-mode=append       # a requeued job goes on in the same log
+#SBATCH --open-mode=append       # a requeued job resumes in the same log
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
 # The job has the environment of the shell that called sbatch. To use another one, load it here:
 # module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
-set -uo pipefail # only now, as the scripts of conda and modules do not bear it
+set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py}
 processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 cpus=${SLURM_CPUS_PER_TASK:-1} number=$processes
@@ -43,8 +43,8 @@ restarts=${SLURM_RESTART_COUNT:-0}
 echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $restarts"
 echo "processes per node: $processes, CPU threads per process: $OMP_NUM_THREADS"
 
-# In the background, as bash acts on a signal only when no command runs in the foreground. torchrun
-# would die of USR1, which is for the training processes.
+# bash acts on a signal only when no command runs in the foreground, so srun is in the background.
+# USR1 is for the training processes; torchrun would die of it.
 # shellcheck disable=SC2016 # SLURM_NODEID differs on each node
 srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --node-rank=$SLURM_NODEID "$@"' _ \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
@@ -58,16 +58,16 @@ save_and_stop() {
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1
-trap : TERM # comes before a preemption, to the training as well: wait until that has ended
+trap : TERM # it precedes a preemption, and reaches the training, too: wait until that has ended
 while kill -0 "$srun" 2>/dev/null; do
-    wait "$srun" # which a signal interrupts
+    wait "$srun" # a signal interrupts this
 done
 wait "$srun"
 code=$?
 # Slurm does not requeue a job that ends by itself in the grace time of a preemption.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *PreemptTime=[0-9]* ]] || stopped=yes code=0
 [[ $stopped && $code == 0 ]] || exit "$code"
-((restarts < 10)) || { echo 'requeued ten times: submit it again to go on' && exit 1; }
+((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
 echo 'stopped early: requeued'
 trap - TERM
 scontrol requeue "$SLURM_JOB_ID" || exit

@@ -114,7 +114,7 @@ def test_preemption(slurm, submit, tmp_path):
     [
         (["fail1"], 0, ["true"], "FAILED", "exitcode"),  # one of two nodes
         (["fail", "--checkpoint"], 0, NEAR_THE_LIMIT, "FAILED", "exitcode"),  # it could not save
-        (["--checkpoint"], 10, NEAR_THE_LIMIT, "FAILED", "requeued ten times: submit it again to go on"),
+        (["--checkpoint"], 10, NEAR_THE_LIMIT, "FAILED", "requeued ten times: submit it again to resume"),
         (["short"], 0, NEAR_THE_LIMIT, "COMPLETED", "started"),  # it uses its time
         (["--checkpoint"], 0, ["scancel"], "CANCELLED", "saving"),
     ],
