@@ -57,8 +57,8 @@ if ((nnodes == 1 && ${#hosts[@]} == 0)) && [[ $nproc_per_node != gpu ]]; then
 fi
 mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|PYTORCH|TORCH|CUDA|OMP)_')
 
-command_of() { # print the command of node $1, quoted for a shell
-    local meet=("--nnodes=$nnodes" "--node-rank=$1" "--master-addr=${master_addr:-$HOSTNAME}")
+command_of() { # print the command of node $1, quoted for bash, on one line
+    local meet=("--nnodes=$nnodes" "--node-rank=$1" "--master-addr=${master_addr:-NODE0_ADDRESS}")
     ((nnodes > 1)) && meet+=("--master-port=$master_port") || meet=(--standalone)
     printf '%q ' "${variables[@]}" "$torchrun" "${meet[@]}" "--nproc-per-node=$nproc_per_node" \
         "$script" "${arguments[@]}"
@@ -66,6 +66,8 @@ command_of() { # print the command of node $1, quoted for a shell
 
 if [[ $dry_run || ${#hosts[@]} -eq 0 && $nnodes -gt 1 && ! $node_rank ]]; then
     echo 'Start these on the nodes. Each needs this directory, the same torch and data, open ports.'
+    [[ $master_addr || $nnodes == 1 ]] ||
+        echo 'Replace NODE0_ADDRESS with the address at which the other nodes reach node 0.'
     for node in ${node_rank:-$(seq 0 $((nnodes - 1)))}; do
         printf '\n# %s\n%s\n' "${hosts[node]:-node $node}" "$(command_of "$node")"
     done

@@ -51,9 +51,10 @@ def test_what_is_printed():
     def printed(*flags, **env):
         return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0, **env).stdout)
 
+    assert "\nReplace NODE0_ADDRESS with the address " in run([LAUNCHER, "--nnodes=2"]).stdout
     first, second = printed()
     assert first.startswith("CUDA_VISIBLE_DEVICES=0 torchrun --nnodes=2 --node-rank=0 ")
-    assert second == first.replace("--node-rank=0", "--node-rank=1")
+    assert second == first.replace("--node-rank=0", "--node-rank=1") and "--master-addr=NODE0_ADDRESS " in first
     (one,) = printed("--dry-run", "--nproc-per-node", "gpu", "--", "a b")
     assert one.endswith(f" torchrun --standalone --nproc-per-node=gpu {SCRIPTS[0]} a\\ b ")
     cores = len(os.sched_getaffinity(0))
