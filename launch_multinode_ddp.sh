@@ -38,6 +38,7 @@ while (($#)) && [[ $1 != -- ]]; do
     name=${1#--} && declare "${name//-/_}=$2" && shift 2 # --node-rank 1 sets node_rank=1
 done
 arguments=("${@:2}")
+[[ ! $hosts || ,$hosts, != *[,@],* ]] || fail "--hosts $hosts: a host name is empty"
 IFS=, read -ra hosts <<<"$hosts"
 if ((${#hosts[@]})); then
     [[ ! $nnodes$node_rank ]] || fail '--hosts starts every node: no --nnodes, no --node-rank'

@@ -36,6 +36,7 @@ MISTAKES = {
     "--nnodes=2 --node-rank=2": "--node-rank 2: give a number from 0 to 1",
     "--nnodes=2 --node-rank=0": "--node-rank needs --master-addr, too",
     "--hosts=node0 --node-rank=0": "--hosts starts every node: no --nnodes, no --node-rank",
+    **{f"--hosts={hosts}": f"--hosts {hosts}: a host name is empty" for hosts in ("a,,b", ",a", "a,", "me@,b")},
     "--script=none.py": f"there is no script {ROOT}/none.py",
 }
 
