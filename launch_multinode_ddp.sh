@@ -13,8 +13,8 @@
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
-# Exported variables NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go to all nodes. On one
-# node with N processes, OMP_NUM_THREADS is by default the number of its CPU cores / N.
+# This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
+# to all nodes. On one node with N processes, OMP_NUM_THREADS is by default its CPU cores / N.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
@@ -84,9 +84,11 @@ exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
-trap '' HUP INT TERM # inherited by ssh: a terminal signals it, too, before the training has saved
+trap '' HUP INT TERM # ssh inherits this: a terminal signals it, too, before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
+    # Between '', sh, zsh and tcsh change nothing but ' and !, which thus become '\'' and '\!'.
+    remote="exec bash -c '$(printf %s "$remote" | sed "s/['!]/'\\\\&'/g")'"
     (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | sed -u "s/^/${hosts[node]}: /") <&3 &
     pids+=($!)
 done

@@ -14,7 +14,8 @@ from conftest import ROOT, run, wait_until
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.11"}
-TOOLS = ("unshare", "nsenter", "ip", "ssh-keygen", "sshd")
+TOOLS = ("unshare", "nsenter", "ip", "ssh-keygen", "sshd", "tcsh")
+PASSWD = Path("/etc/passwd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
 # What takes the place of a training. Asked to stop, it takes a second to save, or 12. It writes lines in one piece.
@@ -46,10 +47,12 @@ class Host:
         self.name = name
         others = "".join(f"{address} {other}\n" for other, address in ADDRESSES.items() if other != name)
         (folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+        shell = shutil.which("tcsh" if name == "node0" else "bash")  # what ssh starts
+        (folder / f"{name}.passwd").write_text(re.sub("(?m)^(root:.*:).*", rf"\1{shell}", PASSWD.read_text()))
         # The first process is bash, which reaps orphans, and ends when the tests do.
         mounts = f"{folder}/{name}.hosts /etc/hosts && mount --bind {folder}/ssh_config /etc/ssh/ssh_config"
         setup = f"hostname {name} && ip link set lo up && mount --bind {mounts} && mount -t tmpfs none /run"
-        setup += " && mkdir /run/sshd && echo ready && read -r"
+        setup += f" && mount --bind {folder}/{name}.passwd {PASSWD} && mkdir /run/sshd && echo ready && read -r"
         command = ["unshare", *NAMESPACES, "--mount-proc", "--fork", "--kill-child", "bash", "-c", setup]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout.readline() == b"ready\n", f"{name} has not started"

@@ -10,7 +10,7 @@ from cluster import SMALL, TOOLS, WORKER, Network, require
 from conftest import ROOT, SCRIPTS, TORCHRUN, Background, run, weights
 
 LAUNCHER = ROOT / "launch_multinode_ddp.sh"
-ODD = 'it\'s "odd" * $HOME; true'  # as the name of a file
+ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a file
 HERE = "/run/here"  # on no other host than login
 
 
@@ -96,7 +96,7 @@ def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
 )
 def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
-    flags = ("--hosts", hosts, "--script", tmp_path / "worker.py", "--", "fail1")
+    flags = ("--hosts", hosts, "--script", tmp_path / "worker.py", "--", "fail1", "two\n!lines")
     result = run(network.login.inside(LAUNCHER, *flags, cwd=cwd), PATH=f"{path}{os.environ['PATH']}")
     assert result.returncode == code and re.search(f"(?m)^{words}", result.stdout), result.stdout
     assert re.search(rf"(?m)^\w+ ended with exit code {code}: stopping all hosts$", result.stderr)
