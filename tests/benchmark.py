@@ -1,4 +1,4 @@
-"""How fast: a step of the scripts against plain DDP, the textbook and no synchronisation at all; how far it scales.
+"""How fast: a step of the scripts against DDP at its defaults and no synchronisation at all; how far it scales.
 
     python tests/benchmark.py                                  # on GPUs, or on CPUs where there are none
     python tests/benchmark.py --processes 2 --batch-size 64    # flags of train_ddp.py go to the scripts' steps
@@ -25,24 +25,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision import datasets, transforms
+from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_ddp
 import train_manual_ddp
 
-LIMIT, SCRIPT, DEFAULTS, TEXTBOOK = "no synchronisation", "train_ddp.py", "DDP at its defaults", "textbook DDP"
+LIMIT, SCRIPT, DEFAULTS = "no synchronisation", "train_ddp.py", "DDP at its defaults"
 SYNCS = ["--sync bucketed", "--sync flat", "--sync per-parameter"]
-
-
-class TextbookMNIST(datasets.MNIST):
-    """torchvision's data set, which makes each image through PIL when it is asked for; but from memory."""
-
-    def __init__(self, images, labels):
-        self.data, self.targets, self.target_transform = torch.from_numpy(images), labels, None
-        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 
 
 def print_table(*rows):
@@ -58,25 +49,6 @@ def spread(values, digits=0):
     return f"{median} ({low} to {high})"
 
 
-def textbook_step(indices, device, args):
-    """Return a function that takes a step as tutorials do: no flag makes it faster."""
-    data = TextbookMNIST(*train_ddp.synthesize(args.seed, 0, args.train_size or train_ddp.TRAIN_IMAGES))
-    batches = iter(DataLoader(data, args.batch_size, sampler=cycle(indices)))
-    model = train_ddp.build_model().to(device)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        for images, labels in islice(batches, args.accum_steps):
-            loss = torch.nn.functional.cross_entropy(ddp(images.to(device)), labels.to(device))
-            loss.backward()
-        optimizer.step()
-        loss.item()  # for a report in every step: a GPU has to finish first
-
-    return step
-
-
 def endless_batches(data, indices, device, args):
     """Yield full batches without end, in epochs of a hundred, however many images there are."""
     endless = cycle(indices)
@@ -88,16 +60,13 @@ def script_step(way, train_set, indices, device, args):
     """Return a function that takes a step as the scripts do, from reading the batch to the optimizer."""
     batches = endless_batches(train_set, indices, device, args)
     model = train_ddp.build_model().to(device)
-    if args.compile:
-        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), fused=True)
     if way in SYNCS:
         averager = train_manual_ddp.GradientAverager(model, way.split()[1])
-        return lambda: train_manual_ddp.train_step(model, averager, optimizer, batches, args)
+        return lambda: train_manual_ddp.train_step(model, averager, optimizer, args.lr, batches, args)
     model.no_sync = contextlib.nullcontext  # DDP has one of its own
     ddp = model if way == LIMIT else DistributedDataParallel(model, gradient_as_bucket_view=way == SCRIPT)
-    ddp.broadcast_buffers = way == DEFAULTS
-    return lambda: train_ddp.train_step(ddp, optimizer, batches, args)
+    return lambda: train_ddp.train_step(ddp, optimizer, args.lr, batches, args)
 
 
 def rate(text):
@@ -113,19 +82,16 @@ def limit(link):
 
 def measure(args, options):
     """In each process: measure. Rank 0 prints, as JSON, for each link and way the ms per step in every round."""
-    train_ddp.check_launch()
     torch.set_num_threads(1)
     rank, local_rank, _, device = train_ddp.setup(args)
     train_set, _ = train_ddp.load_data(args, rank, local_rank, device)
     indices = list(DistributedSampler(train_set, seed=args.seed, drop_last=True))
-    steps = {way: script_step(way, train_set, indices, device, args) for way in (LIMIT, SCRIPT, *SYNCS)}
-    if not options.link:
-        steps[DEFAULTS] = script_step(DEFAULTS, train_set, indices, device, args)
-        steps[TEXTBOOK] = textbook_step(indices, device, args)
+    ways = (LIMIT, SCRIPT, *SYNCS, DEFAULTS)
+    steps = {way: script_step(way, train_set, indices, device, args) for way in ways}
 
     def clock():
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         return time.perf_counter()
 
@@ -140,7 +106,7 @@ def measure(args, options):
         for _ in range(options.steps):
             steps[way]()
         ms[link][way].append(1000 * (clock() - start) / options.steps)
-    if rank == 0:  # in the first round, --compile compiles and DDP lays out its buckets: that does not count
+    if rank == 0:  # the first round does not count, as DDP assigns parameters to buckets anew in it
         print(json.dumps({link: {way: ms[link][way][1:] for way in steps} for link in ms}))
     dist.destroy_process_group()
 
@@ -173,9 +139,9 @@ def on_two_hosts(links, command):
 
 
 def compare_links(links, command):
-    """Measure on two hosts. Print a table, which has a column for each link between them, and a chart."""
+    """Measure on two hosts. Print a table, which has a column for each link between them."""
     results = on_two_hosts(links, command).values()
-    rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS)]
+    rows = [[way, *(spread(ms[way]) for ms in results)] for way in (LIMIT, SCRIPT, *SYNCS, DEFAULTS)]
     megabits = sum(p.nbytes for p in train_ddp.build_model().parameters()) * 8 / 1e6
     times = [1000 * megabits / link for link in links]  # as W is 2
     paper = [f"{np.median(ms[LIMIT]) + t:,.0f}" if t else "" for ms, t in zip(results, times, strict=True)]
@@ -183,11 +149,6 @@ def compare_links(links, command):
     rows.append(["flat / bucketed", *(spread(np.divide(ms[SYNCS[1]], ms[SYNCS[0]]), 2) for ms in results)])
     names = ["no limit" if link == math.inf else f"{link / 1000:g} Gbit/s" for link in links]
     print_table(["ms per step, link of", *names], *rows)
-    medians = {way: [round(np.median(ms[way])) for ms in results] for way in (LIMIT, *SYNCS[:2])}
-    print('\n```mermaid\n%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "gray, blue, red"}}}}%%')
-    print('xychart-beta\n    title "gray: no synchronisation, blue: bucketed, red: flat"')
-    print(f'    x-axis "link" {json.dumps(names)}\n    y-axis "ms per step" 0 --> {max(map(max, medians.values()))}')
-    print(*(f'    line "{way}" {values}' for way, values in medians.items()), "```", sep="\n")
 
 
 def main():
@@ -206,12 +167,12 @@ def main():
     print(f"{samples} samples per process and step; median of {options.rounds} rounds (interquartile range)")
     if options.link:
         return compare_links(options.link, command)
-    most = torch.accelerator.device_count() or os.cpu_count()
+    most = torch.cuda.device_count() or os.cpu_count()
     scaling = []
     for world in options.processes or [2**i for i in range(most.bit_length())]:
         (ms,) = torchrun(world, *command).values()
-        rows = [[way, spread(ms[way]), spread(np.divide(ms[TEXTBOOK], ms[way]), 2)] for way in ms]
-        print_table([f"processes: {world}", "ms per step", f"times as fast as {TEXTBOOK}"], *rows)
+        rows = [[way, spread(ms[way]), spread(np.divide(ms[DEFAULTS], ms[way]), 2)] for way in ms]
+        print_table([f"processes: {world}", "ms per step", f"times as fast as {DEFAULTS}"], *rows)
         scaling.append([f"{world}", spread(1000 * world * samples / np.array(ms[SCRIPT]))])
     print_table(["processes", f"samples/s of {SCRIPT}"], *scaling)
 

@@ -131,7 +131,8 @@ class Ranks(Background):
     """The processes of a script, or of a function, that need no second to start, for what is no test of torchrun."""
 
     def __init__(self, *target, nproc=2, log=None, share_gpu=False, **env):
-        self.log = Path(log or tempfile.mkstemp()[1])
+        self.file = None if log else tempfile.NamedTemporaryFile()  # noqa: SIM115, it lives as long as this
+        self.log = log or Path(self.file.name)
         target = target if callable(target[0]) else (run_script, *target)
         with socket.create_server(("127.0.0.1", 0)) as server:
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
@@ -170,16 +171,17 @@ def fail(*target, nproc=1, **env):
 
 
 def outcome(metrics):
-    """Return what of a run's --metrics must repeat: all but the speed, and a last digit of sums in another order."""
-    entries = [json.loads(line, parse_float=lambda text: f"{float(text):.12g}") for line in metrics.open()]
+    """Return what a run's --metrics repeats: not its speed and stops, nor a last digit of sums in another order."""
+    lines = [line for line in metrics.open() if not line.startswith(('{"resumed"', '{"stopped"'))]
+    entries = [json.loads(line, parse_float=lambda text: f"{float(text):.12g}") for line in lines]
     entries = [{key: entry[key] for key in entry if key != "samples_per_second"} for entry in entries]
-    # After a kill between an epoch's line and its save, the line is there twice.
+    # Each start writes the first line, and after a kill, steps are repeated.
     return [entry for i, entry in enumerate(entries) if entry not in entries[:i]]
 
 
 def weights(output):
     """Return the hash that a training has printed."""
-    (found,) = re.findall(r"weights sha256 (\w+), the same on every rank", output)
+    (found,) = re.findall(r"weights_sha256 (\w+)", output)
     return found
 
 

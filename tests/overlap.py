@@ -43,7 +43,6 @@ def read_step(events):
 
 def measure():
     """In each process: profile a step of each way. Rank 0 prints, as JSON, read_step() and the sizes of the buckets."""
-    train_ddp.check_launch()
     args = train_ddp.parse_args()
     rank, local_rank, _, device = train_ddp.setup(args)
     train_set, _ = train_ddp.load_data(args, rank, local_rank, device)
