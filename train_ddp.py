@@ -1,7 +1,7 @@
 """Train ResNet18 on MNIST, data-parallel, with torch's DistributedDataParallel (DDP).
 
     python train_ddp.py                                      # one process
-    torchrun --standalone --nproc-per-node=2 train_ddp.py    # two; =gpu: one for each GPU
+    torchrun --standalone --nproc-per-node=2 train_ddp.py    # two (=gpu: one for each GPU)
     ... train_ddp.py --dataset synthetic                     # without a download
     ... train_ddp.py --checkpoint ck.pt                      # resumes from ck.pt, if it exists
 
@@ -11,8 +11,9 @@ equal. They communicate by collectives, calls that all ranks make together, such
 which gives every rank the sum over all ranks. On GPUs, NCCL carries them out; on CPUs, Gloo does.
 
 Read from the top: `main` first, then what it calls. The comments 1 to 7 are the seven changes of
-the README, which make a script distributed. train_manual_ddp.py is the same script with
-DistributedSampler and DistributedDataParallel written by hand: their diff is the next lesson.
+the README, which make a script distributed; `collective` marks the lines that all ranks have to
+reach. The twin, train_manual_ddp.py, is this script with DistributedSampler and
+DistributedDataParallel written by hand: their diff is the next lesson.
 """
 
 import argparse
@@ -44,80 +45,80 @@ from tqdm import tqdm
 
 @record  # torchrun's summary then shows the traceback of the rank that failed first
 def main(args):
-    """Train for --epochs; evaluate and save after each epoch."""
-    rank, local_rank, world_size, device = setup(args)  # 1. and 2.
-    train_set, test_set = load_data(args, rank, local_rank, device)
+    """Train and evaluate. With --checkpoint, save after each epoch, and at a signal to stop."""
+    rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
+    train_set, test_set = load_data(args, rank, local_rank, device)  # collective
     # 3. Split the data: all ranks shuffle alike, and each takes every W-th sample, W = world size.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     samples_per_rank = args.batch_size * args.accum_steps  # in one optimizer step
     global_batch = world_size * samples_per_rank
-    steps = len(train_set) // global_batch  # in one epoch
+    steps = len(train_set) // global_batch  # in one epoch, which leaves out the last few samples
     if steps == 0:
         sys.exit(f"a step takes {global_batch} of {len(train_set)} samples: lower --batch-size")
     sizes = {"world_size": world_size, "global_batch": global_batch, "steps_per_epoch": steps}
-    log(args, epochs=args.epochs, **sizes)
+    log(args, epochs=args.epochs, **sizes)  # rank 0 prints, the others do nothing
 
-    torch.manual_seed(args.seed)  # for the weights
+    torch.manual_seed(args.seed)  # for the weights; below, each step seeds the ranks differently
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr
-    # The default second beta, 0.999, averages over a thousand steps, as many as the run has.
+    # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
+    # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # saves a copy of them
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective; avoids a copy
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(epochs_done, args.epochs):
         model.train()
-        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch: else all have the same order.
+        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch: it would be the same order.
         # A resumed epoch skips the samples that the interrupted run has used.
         indices = list(sampler)[steps_done * samples_per_rank :]
-        batches = load_batches(train_set, indices, device, args)
+        batches = load_batches(train_set, indices, device, args)  # what a DataLoader does
         losses, start = [], time.perf_counter()  # since the last report
         with progress_bar(steps_done, steps) as bar:
             for step in bar:  # steps_done + 1, ..., steps
+                # Progress at mid-step, so that neither the first rate nor the last one is 0.
                 lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-                # Dropout, if a model has it, then differs by rank, and a resumed run repeats it.
+                # If the model has dropout, it differs by rank, and a resumed run repeats it.
                 torch.manual_seed(hash((args.seed, epoch, step, rank)))
-                losses.append(train_step(ddp, optimizer, lr, batches, args))
+                losses += [train_step(ddp, optimizer, lr, batches, args)]  # collective
 
                 save_now = args.save_every and step % args.save_every == 0
+                # A report also comes before a save, as it ends a run whose loss is not finite.
                 report_now = step % args.log_interval == 0 or save_now or step == steps
-                if not report_now:  # the same on all ranks: what follows needs all of them
+                if not report_now:  # the same on all ranks
                     continue
-                # 7. Let all ranks decide: as a signal may reach only one of them, they add up how
-                # many have arrived. So all of them stop, and in the same step.
+                # All ranks decide together (7.): a signal may reach only one rank, so they add up
+                # their numbers of signals. Then all of them stop, and at the same step.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
-                loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")
+                loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
                 speed = len(losses) * global_batch / (time.perf_counter() - start)
                 values = {"lr": lr, "loss": loss_sum / world_size, "samples_per_second": speed}
                 log(args, epoch=epoch + 1, step=step, **values)
                 if rank == 0 and (save_now or stop):
-                    save_checkpoint(args, model, optimizer, epoch, step * global_batch)
+                    save_checkpoint(args, model, optimizer, epoch, samples_done=step * global_batch)
                 if stop:
                     log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                     return
                 losses, start = [], time.perf_counter()
 
-        tested = evaluate(model, test_set, device, args)  # 6. on all ranks
+        tested = evaluate(model, test_set, device, args)  # 6., collective
         log(args, epoch=epoch + 1, **tested)
-        if rank == 0:  # 7. Let one rank write. Nothing that the others wait for goes in this `if`.
-            save_checkpoint(args, model, optimizer, epoch + 1, 0)
+        if rank == 0:  # 7. Let one rank write. No collective and no `break` go inside this `if`.
+            save_checkpoint(args, model, optimizer, epoch + 1, samples_done=0)
         steps_done = 0  # only a resumed epoch starts in the middle
 
     if epochs_done >= args.epochs:  # no epoch was left to train
-        tested = evaluate(model, test_set, device, args)
+        tested = evaluate(model, test_set, device, args)  # collective
         log(args, **tested)
-    sha256 = equal_weights_sha256(model)
+    sha256 = equal_weights_sha256(model)  # collective
     log(args, weights_sha256=sha256)
 
 
 def setup(args):
     """Join the process group. Return rank, local rank (on this node), world size and device."""
-    check_launch()
-    if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    prepare_process(args)
     rank = int(os.environ["RANK"])  # torchrun sets these variables
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -132,15 +133,13 @@ def setup(args):
         device = device_id = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
 
-    # 2. Join the process group: wait at MASTER_ADDR:MASTER_PORT until all ranks are there.
+    # 2. Join the process group: wait at MASTER_ADDR:MASTER_PORT until all ranks are there. With
+    # device_id, NCCL connects the GPUs at once, instead of in the first collective.
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.timeout)  # of every collective: a hang becomes an error
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
     sys.stderr.write(f"rank {rank} of {world_size} on {place}, torch {torch.__version__}\n")
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
-        torch.use_deterministic_algorithms(True)
     return rank, local_rank, world_size, device
 
 
@@ -149,11 +148,11 @@ def train_step(ddp, optimizer, lr, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last pass, in which all ranks average them.
+        # Gradients add up on this rank. In the last pass, backward() also averages over all ranks.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = ddp(images)  # 4. again: with `model(images)`, nothing would be averaged
-            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
+            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
             loss.backward()
         mean_loss += loss.detach()
     if args.clip_grad_norm:
@@ -166,14 +165,14 @@ def train_step(ddp, optimizer, lr, batches, args):
 
 
 def sum_over_ranks(numbers, device, where):
-    """Return the sums of these numbers over all ranks, as floats. `where` begins an error's line.
+    """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
-    Collective: all ranks call it. All of them exit if a rank is missing or a sum is not finite.
+    All ranks exit if one is missing or a sum is not finite, with an error that begins with `where`.
     """
-    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # 1: each rank counts
+    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1s count ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # when a rank dies, NCCL may return without the sums
+    if ranks != dist.get_world_size():  # NCCL's all-reduce also returns when a rank has died
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -184,15 +183,16 @@ def sum_over_ranks(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # other images: all ranks take those of rank 0. (In training, DDP does so, too; the twin not.)
+    # other images, so all ranks take those of rank 0. (In training, DDP does so in every step.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    # Each rank takes every W-th image, and then they add up their results.
+    # Each rank takes every W-th image. Then they add up their results.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
     for images, labels in load_batches(test_set, share, device, args):
-        logits = model(images)  # not through the wrapper, as one rank may have a batch more
+        # Not through the wrapper: its forward may be a collective, and ranks differ in batches.
+        logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
         count += len(labels)
@@ -203,7 +203,7 @@ def evaluate(model, test_set, device, args):
 
 
 def equal_weights_sha256(model):
-    """Return the SHA-256 of a bare module's parameters and buffers. Exit if the ranks' differ."""
+    """Return the SHA-256 of all parameters and buffers. Exit if it differs by rank. Collective."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
@@ -271,7 +271,7 @@ def read_mnist(folder):
     socket.setdefaulttimeout(5)  # seconds: a firewall may drop packets without a word
     try:
         sets = [MNIST(folder, train, download=True) for train in (True, False)]
-    except Exception as error:  # a damaged file makes torchvision raise nearly anything
+    except Exception as error:  # a damaged file makes torchvision raise almost anything
         fix = "put the four .gz files there, or use --dataset synthetic; delete damaged files"
         sys.exit(f"no usable MNIST in {folder}/MNIST/raw: {fix}. {error!r}")
     finally:
@@ -289,7 +289,7 @@ def synthesize(seed, split, size):
     return images.clip(0, 255).astype(np.uint8), labels
 
 
-# The rest is what a long run needs besides: a bar and a log, guards, signals, checkpoints, flags.
+# The rest is what a long run needs, too: a bar and a log, guards, signals, checkpoints, flags.
 
 
 def progress_bar(steps_done, steps):
@@ -314,8 +314,8 @@ def log(args, **values):
         file.write(json.dumps(values) + "\n")
 
 
-def check_launch():
-    """End a start that would go wrong in silence. Under torchrun, make this process die with it."""
+def prepare_process(args):
+    """Exit early from launches that would fail silently. Set what torchrun has not set."""
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -323,8 +323,14 @@ def check_launch():
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # An orphan would write over the checkpoint of the next run. (1 is PR_SET_PDEATHSIG.)
+        # Die with torchrun, or we overwrite the next run's checkpoint. (1 is PR_SET_PDEATHSIG.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
+        torch.use_deterministic_algorithms(True)
 
 
 def catch_signals(args):
@@ -374,8 +380,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         try:
             if path.exists():
                 state = torch.load(path, map_location="cpu")
-        except Exception as error:  # a damaged file makes torch.load raise nearly anything
-            sys.exit(f"--checkpoint {path} is damaged: delete it, or give another name. {error!r}")
+        except Exception as error:  # a damaged file makes torch.load raise almost anything
+            sys.exit(f"--checkpoint {path} is damaged: delete it, or use another name. {error!r}")
     box = [state]
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.)
     dist.broadcast_object_list(box, src=0)
@@ -384,7 +390,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         return 0, 0
     ours, theirs = data_flags(args), state.get("data")
     if ours != theirs:  # in another order, the position means nothing
-        sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: give another name")
+        sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: use another name")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     epochs_done, samples_done = state["position"]

@@ -1,13 +1,13 @@
 """Train ResNet18 on MNIST, data-parallel, with gradient averaging written by hand.
 
     python train_manual_ddp.py                                      # one process
-    torchrun --standalone --nproc-per-node=2 train_manual_ddp.py    # two; =gpu: one for each GPU
+    torchrun --standalone --nproc-per-node=2 train_manual_ddp.py    # two (=gpu: one for each GPU)
     ... train_manual_ddp.py --sync flat                             # another way to average
 
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and with two processes on CPUs, both end on the same bits. (DDP also
-copies rank 0's buffers to all ranks in each step. Here, `evaluate` does so, as often as needed.)
+copies rank 0's buffers in every step. As training does not use them, only `evaluate` does here.)
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 
 class ManualDistributedSampler:
-    """Deal the indices of a data set out: rank r of W takes every W-th of one shuffled order.
+    """Split the indices of a data set: rank r of W takes every W-th one of a shuffled order.
 
     As in torch.utils.data.DistributedSampler with drop_last=True, the last few, fewer than W,
     are left out.
@@ -56,7 +56,7 @@ class ManualDistributedSampler:
         return self.size // self.num_replicas
 
     def __iter__(self):
-        # Were the ranks to shuffle differently, some samples would be used twice, others never.
+        # If the ranks shuffled differently, some samples would be used twice, and others never.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.size, generator=generator).tolist()
         return iter(order[self.rank : len(self) * self.num_replicas : self.num_replicas])
@@ -70,16 +70,16 @@ class Bucket:
 
     def __init__(self, params):
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
-        self.views = {}  # of each parameter, its part of `flat`, in its own shape and layout
+        self.views = {}  # each parameter's part of `flat`, with its shape and memory layout
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
-        self.pending = set(params)  # those whose gradient is not in `flat` yet (by identity)
-        self.work = None  # the all-reduce that is under way
+        self.pending = set(params)  # those whose gradient is not in `flat` yet
+        self.work = None  # the all-reduce, once it has begun
 
     def collect(self, p):
         """Move the gradient of `p` into the bucket, divided by the world size."""
         view = self.views[p]
-        if p.grad is None:  # not used here; another rank may have used it, and waits for our part
+        if p.grad is None:  # not used on this rank; another one may have used it and count on us
             view.zero_()
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
@@ -90,17 +90,18 @@ class Bucket:
         self.pending.remove(p)
 
     def send(self):
-        """Begin the all-reduce. It goes on in the background, until wait()."""
+        """Begin the all-reduce. It continues in the background, until wait()."""
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages. (On a GPU, its stream does, not Python.) Begin a new round."""
+        """Wait for the averages (on a GPU, its queue of kernels waits). Begin a new round."""
         self.work.wait()
         self.work = None
         self.pending = set(self.views)
 
 
-CAPACITIES = {  # bytes that fill the first bucket, and the others (a tensor is never split)
+# A bucket is closed at this many bytes, the first one and the others. No tensor is split.
+CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
     "per-parameter": (1, 1),
@@ -116,27 +117,26 @@ class GradientAverager:
         loss(model, last_batch).backward()     # "bucketed" sends them meanwhile,
         averager.average()                     # and now each p.grad is the average
 
-    `sync` is the size of a message, and when it is sent: "bucketed", buckets of 25 MiB, each in
-    the middle of backward(), as soon as it is full (Li et al., VLDB 2020, arXiv:2006.15704);
-    "flat", one message for all, in average(); "per-parameter", one for each, in average(), which
-    waits for it before the next. Gradients are dense; a parameter that no rank has used gets
-    zeros. If "bucketed", a backward() that lacks its no_sync() raises RuntimeError. Do not read a
-    p.grad between backward() and average(): it is under way.
+    `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each as soon as it is
+    full, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704); "flat" sends one
+    message per dtype in average(); "per-parameter" sends one per parameter in average(), and
+    waits for it before the next. Gradients are dense. A parameter that no rank has used gets
+    zeros. With "bucketed", a backward() that lacks its no_sync() raises RuntimeError. Between
+    backward() and average(), a p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
         for tensor in [*model.parameters(), *model.buffers()]:
-            dense = tensor.detach().contiguous()  # as it is sent without regard to its strides
+            dense = tensor.detach().contiguous()  # a broadcast ignores strides
             dist.broadcast(dense, src=0)
             tensor.detach().copy_(dense)
         self.sync, self.accumulating = sync, False
         first, others = CAPACITIES[sync]
-        groups, size, capacity = [], 0, first
-        # Filled, and sent, in the order of backward(), which begins with the last layer.
+        groups, size = [], 0
+        # backward() begins with the last layer, so this is the order in which buckets fill.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
+            capacity = first if len(groups) == 1 else others
             if not groups or size >= capacity or p.dtype != groups[-1][0].dtype:
-                if groups:
-                    capacity = others
                 groups.append([])
                 size = 0
             groups[-1].append(p)
@@ -164,104 +164,104 @@ class GradientAverager:
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         bucket.collect(p)
-        # An all-reduce has no name: the first that one rank sends is summed with the first of the
-        # others. Ranks may fill buckets in different orders (by a branch that only one of them
-        # uses), so all send them in the order of this list: a full one waits for those before it.
-        for earliest in self.buckets:
-            if earliest.pending:
+        # An all-reduce has no name: the first one that a rank sends is added to the first one of
+        # the others. As ranks may fill their buckets in different orders (when only one of them
+        # uses a branch), all send them in the order of this list: a full one waits for its turn.
+        for bucket in self.buckets:
+            if bucket.pending:
                 break
-            if earliest.work is None:
-                earliest.send()
+            if bucket.work is None:
+                bucket.send()
 
     def average(self):
         """Average the gradients. Collective: every rank calls it, once for each optimizer step."""
         for bucket in self.buckets:
-            for p in bucket.pending.copy():  # all; if "bucketed", those that backward() did not use
+            for p in list(bucket.pending):  # with "bucketed", what backward() has not used
                 bucket.collect(p)
             if bucket.work is None:
                 bucket.send()
             if self.sync == "per-parameter":
-                bucket.work.wait()  # as textbooks do it: nothing else is under way meanwhile
+                bucket.work.wait()  # before the next one is sent, as in textbooks
         for bucket in self.buckets:
             bucket.wait()
 
 
 @record  # torchrun's summary then shows the traceback of the rank that failed first
 def main(args):
-    """Train for --epochs; evaluate and save after each epoch."""
-    rank, local_rank, world_size, device = setup(args)  # 1. and 2.
-    train_set, test_set = load_data(args, rank, local_rank, device)
+    """Train and evaluate. With --checkpoint, save after each epoch, and at a signal to stop."""
+    rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
+    train_set, test_set = load_data(args, rank, local_rank, device)  # collective
     # 3. Split the data: all ranks shuffle alike, and each takes every W-th sample, W = world size.
     sampler = ManualDistributedSampler(train_set, world_size, rank, args.seed)
     samples_per_rank = args.batch_size * args.accum_steps  # in one optimizer step
     global_batch = world_size * samples_per_rank
-    steps = len(train_set) // global_batch  # in one epoch
+    steps = len(train_set) // global_batch  # in one epoch, which leaves out the last few samples
     if steps == 0:
         sys.exit(f"a step takes {global_batch} of {len(train_set)} samples: lower --batch-size")
     sizes = {"world_size": world_size, "global_batch": global_batch, "steps_per_epoch": steps}
-    log(args, epochs=args.epochs, **sizes)
+    log(args, epochs=args.epochs, **sizes)  # rank 0 prints, the others do nothing
 
-    torch.manual_seed(args.seed)  # for the weights
+    torch.manual_seed(args.seed)  # for the weights; below, each step seeds the ranks differently
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr
-    # The default second beta, 0.999, averages over a thousand steps, as many as the run has.
+    # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
+    # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    averager = GradientAverager(model, args.sync)
+    averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(epochs_done, args.epochs):
         model.train()
-        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch: else all have the same order.
+        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch: it would be the same order.
         # A resumed epoch skips the samples that the interrupted run has used.
         indices = list(sampler)[steps_done * samples_per_rank :]
-        batches = load_batches(train_set, indices, device, args)
+        batches = load_batches(train_set, indices, device, args)  # what a DataLoader does
         losses, start = [], time.perf_counter()  # since the last report
         with progress_bar(steps_done, steps) as bar:
             for step in bar:  # steps_done + 1, ..., steps
+                # Progress at mid-step, so that neither the first rate nor the last one is 0.
                 lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-                # Dropout, if a model has it, then differs by rank, and a resumed run repeats it.
+                # If the model has dropout, it differs by rank, and a resumed run repeats it.
                 torch.manual_seed(hash((args.seed, epoch, step, rank)))
-                losses.append(train_step(model, averager, optimizer, lr, batches, args))
+                losses += [train_step(model, averager, optimizer, lr, batches, args)]  # collective
 
                 save_now = args.save_every and step % args.save_every == 0
+                # A report also comes before a save, as it ends a run whose loss is not finite.
                 report_now = step % args.log_interval == 0 or save_now or step == steps
-                if not report_now:  # the same on all ranks: what follows needs all of them
+                if not report_now:  # the same on all ranks
                     continue
-                # 7. Let all ranks decide: as a signal may reach only one of them, they add up how
-                # many have arrived. So all of them stop, and in the same step.
+                # All ranks decide together (7.): a signal may reach only one rank, so they add up
+                # their numbers of signals. Then all of them stop, and at the same step.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
-                loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")
+                loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
                 speed = len(losses) * global_batch / (time.perf_counter() - start)
                 values = {"lr": lr, "loss": loss_sum / world_size, "samples_per_second": speed}
                 log(args, epoch=epoch + 1, step=step, **values)
                 if rank == 0 and (save_now or stop):
-                    save_checkpoint(args, model, optimizer, epoch, step * global_batch)
+                    save_checkpoint(args, model, optimizer, epoch, samples_done=step * global_batch)
                 if stop:
                     log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                     return
                 losses, start = [], time.perf_counter()
 
-        tested = evaluate(model, test_set, device, args)  # 6. on all ranks
+        tested = evaluate(model, test_set, device, args)  # 6., collective
         log(args, epoch=epoch + 1, **tested)
-        if rank == 0:  # 7. Let one rank write. Nothing that the others wait for goes in this `if`.
-            save_checkpoint(args, model, optimizer, epoch + 1, 0)
+        if rank == 0:  # 7. Let one rank write. No collective and no `break` go inside this `if`.
+            save_checkpoint(args, model, optimizer, epoch + 1, samples_done=0)
         steps_done = 0  # only a resumed epoch starts in the middle
 
     if epochs_done >= args.epochs:  # no epoch was left to train
-        tested = evaluate(model, test_set, device, args)
+        tested = evaluate(model, test_set, device, args)  # collective
         log(args, **tested)
-    sha256 = equal_weights_sha256(model)
+    sha256 = equal_weights_sha256(model)  # collective
     log(args, weights_sha256=sha256)
 
 
 def setup(args):
     """Join the process group. Return rank, local rank (on this node), world size and device."""
-    check_launch()
-    if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    prepare_process(args)
     rank = int(os.environ["RANK"])  # torchrun sets these variables
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -276,15 +276,13 @@ def setup(args):
         device = device_id = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
 
-    # 2. Join the process group: wait at MASTER_ADDR:MASTER_PORT until all ranks are there.
+    # 2. Join the process group: wait at MASTER_ADDR:MASTER_PORT until all ranks are there. With
+    # device_id, NCCL connects the GPUs at once, instead of in the first collective.
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.timeout)  # of every collective: a hang becomes an error
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     place = f"{socket.gethostname()}, {device}, {torch.get_num_threads()} CPU threads, {backend}"
     sys.stderr.write(f"rank {rank} of {world_size} on {place}, torch {torch.__version__}\n")
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
-        torch.use_deterministic_algorithms(True)
     return rank, local_rank, world_size, device
 
 
@@ -293,11 +291,11 @@ def train_step(model, averager, optimizer, lr, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank until the last pass, in which all ranks average them.
+        # Gradients add up on this rank. In the last pass, backward() also averages over all ranks.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps
+            loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
             loss.backward()
         mean_loss += loss.detach()
     averager.average()  # DDP does this at the end of the last backward()
@@ -311,14 +309,14 @@ def train_step(model, averager, optimizer, lr, batches, args):
 
 
 def sum_over_ranks(numbers, device, where):
-    """Return the sums of these numbers over all ranks, as floats. `where` begins an error's line.
+    """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
-    Collective: all ranks call it. All of them exit if a rank is missing or a sum is not finite.
+    All ranks exit if one is missing or a sum is not finite, with an error that begins with `where`.
     """
-    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # 1: each rank counts
+    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1s count ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # when a rank dies, NCCL may return without the sums
+    if ranks != dist.get_world_size():  # NCCL's all-reduce also returns when a rank has died
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -329,15 +327,16 @@ def sum_over_ranks(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # other images: all ranks take those of rank 0. (In training, DDP does so, too; the twin not.)
+    # other images, so all ranks take those of rank 0. (In training, DDP does so in every step.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    # Each rank takes every W-th image, and then they add up their results.
+    # Each rank takes every W-th image. Then they add up their results.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
     for images, labels in load_batches(test_set, share, device, args):
-        logits = model(images)  # not through the wrapper, as one rank may have a batch more
+        # Not through the wrapper: its forward may be a collective, and ranks differ in batches.
+        logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
         count += len(labels)
@@ -348,7 +347,7 @@ def evaluate(model, test_set, device, args):
 
 
 def equal_weights_sha256(model):
-    """Return the SHA-256 of a bare module's parameters and buffers. Exit if the ranks' differ."""
+    """Return the SHA-256 of all parameters and buffers. Exit if it differs by rank. Collective."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
@@ -416,7 +415,7 @@ def read_mnist(folder):
     socket.setdefaulttimeout(5)  # seconds: a firewall may drop packets without a word
     try:
         sets = [MNIST(folder, train, download=True) for train in (True, False)]
-    except Exception as error:  # a damaged file makes torchvision raise nearly anything
+    except Exception as error:  # a damaged file makes torchvision raise almost anything
         fix = "put the four .gz files there, or use --dataset synthetic; delete damaged files"
         sys.exit(f"no usable MNIST in {folder}/MNIST/raw: {fix}. {error!r}")
     finally:
@@ -434,7 +433,7 @@ def synthesize(seed, split, size):
     return images.clip(0, 255).astype(np.uint8), labels
 
 
-# The rest is what a long run needs besides: a bar and a log, guards, signals, checkpoints, flags.
+# The rest is what a long run needs, too: a bar and a log, guards, signals, checkpoints, flags.
 
 
 def progress_bar(steps_done, steps):
@@ -459,8 +458,8 @@ def log(args, **values):
         file.write(json.dumps(values) + "\n")
 
 
-def check_launch():
-    """End a start that would go wrong in silence. Under torchrun, make this process die with it."""
+def prepare_process(args):
+    """Exit early from launches that would fail silently. Set what torchrun has not set."""
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -468,8 +467,14 @@ def check_launch():
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # An orphan would write over the checkpoint of the next run. (1 is PR_SET_PDEATHSIG.)
+        # Die with torchrun, or we overwrite the next run's checkpoint. (1 is PR_SET_PDEATHSIG.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
+        torch.use_deterministic_algorithms(True)
 
 
 def catch_signals(args):
@@ -519,8 +524,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         try:
             if path.exists():
                 state = torch.load(path, map_location="cpu")
-        except Exception as error:  # a damaged file makes torch.load raise nearly anything
-            sys.exit(f"--checkpoint {path} is damaged: delete it, or give another name. {error!r}")
+        except Exception as error:  # a damaged file makes torch.load raise almost anything
+            sys.exit(f"--checkpoint {path} is damaged: delete it, or use another name. {error!r}")
     box = [state]
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.)
     dist.broadcast_object_list(box, src=0)
@@ -529,7 +534,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         return 0, 0
     ours, theirs = data_flags(args), state.get("data")
     if ours != theirs:  # in another order, the position means nothing
-        sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: give another name")
+        sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: use another name")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     epochs_done, samples_done = state["position"]

@@ -122,7 +122,7 @@ def test_a_cable_is_cut(network, small_mnist, tmp_path):
     """ssh notices it, and the processes that have lost each other end after --timeout."""
     flags = ("--hosts=node0,node1", "--interface=eth0", "--", *SMALL, small_mnist, "--epochs", 99, "--timeout", 5)
     with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
-        launcher.wait_for("step 2/")
+        launcher.wait_for("step 2 ")
         network.login.must("ip", "link", "set", "node1", "down")
         try:
             assert launcher.wait() != 0
