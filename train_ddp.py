@@ -76,32 +76,31 @@ def main(args):
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = load_batches(train_set, indices, device, args)  # what a DataLoader does
         losses, start = [], time.perf_counter()  # since the last report
-        with progress_bar(steps_done, steps) as bar:
-            for step in bar:  # steps_done + 1, ..., steps
-                # Progress at mid-step, so that neither the first rate nor the last one is 0.
-                lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-                # If the model has dropout, it differs by rank, and a resumed run repeats it.
-                torch.manual_seed(hash((args.seed, epoch, step, rank)))
-                losses += [train_step(ddp, optimizer, lr, batches, args)]  # collective
+        for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
+            # Progress at mid-step, so that neither the first rate nor the last one is 0.
+            lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
+            # If the model has dropout, it differs by rank, and a resumed run repeats it.
+            torch.manual_seed(hash((args.seed, epoch, step, rank)))
+            losses += [train_step(ddp, optimizer, lr, batches, args)]  # collective
 
-                save_now = args.save_every and step % args.save_every == 0
-                # A report also comes before a save, as it ends a run whose loss is not finite.
-                report_now = step % args.log_interval == 0 or save_now or step == steps
-                if not report_now:  # the same on all ranks
-                    continue
-                # All ranks decide together (7.): a signal may reach only one rank, so they add up
-                # their numbers of signals. Then all of them stop, and at the same step.
-                numbers = [sum(losses) / len(losses), len(stop_signals)]
-                loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
-                speed = len(losses) * global_batch / (time.perf_counter() - start)
-                values = {"lr": lr, "loss": loss_sum / world_size, "samples_per_second": speed}
-                log(args, epoch=epoch + 1, step=step, **values)
-                if rank == 0 and (save_now or stop):
-                    save_checkpoint(args, model, optimizer, epoch, samples_done=step * global_batch)
-                if stop:
-                    log(args, stopped=f"by a signal, saved to {args.checkpoint}")
-                    return
-                losses, start = [], time.perf_counter()
+            save_now = args.save_every and step % args.save_every == 0
+            # A report also comes before a save, as it ends a run whose loss is not finite.
+            report_now = step % args.log_interval == 0 or save_now or step == steps
+            if not report_now:  # the same on all ranks
+                continue
+            # All ranks decide together (7.): a signal may reach only one rank, so they add up
+            # their numbers of signals. Then all of them stop, and at the same step.
+            numbers = [sum(losses) / len(losses), len(stop_signals)]
+            loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
+            speed = len(losses) * global_batch / (time.perf_counter() - start)
+            values = {"lr": lr, "loss": loss_sum / world_size, "samples_per_second": speed}
+            log(args, epoch=epoch + 1, step=step, **values)
+            if rank == 0 and (save_now or stop):
+                save_checkpoint(args, model, optimizer, epoch, samples_done=step * global_batch)
+            if stop:
+                log(args, stopped=f"by a signal, saved to {args.checkpoint}")
+                return
+            losses, start = [], time.perf_counter()
 
         tested = evaluate(model, test_set, device, args)  # 6., collective
         log(args, epoch=epoch + 1, **tested)
@@ -293,7 +292,7 @@ def synthesize(seed, split, size):
 
 
 def progress_bar(steps_done, steps):
-    """Return a tqdm bar that yields the numbers of the steps to come; close it by `with`."""
+    """Return steps_done + 1, ..., steps. A loop over them draws a bar, and clears it at its end."""
     hidden = None if dist.get_rank() == 0 else True  # None: hidden where stderr is no terminal
     numbers = range(steps_done + 1, steps + 1)
     return tqdm(numbers, total=steps, initial=steps_done, leave=False, disable=hidden)
