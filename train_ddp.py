@@ -1,7 +1,7 @@
 """Train ResNet18 on MNIST, data-parallel, with torch's DistributedDataParallel (DDP).
 
     python train_ddp.py                                      # one process
-    torchrun --standalone --nproc-per-node=2 train_ddp.py    # two (=gpu: one for each GPU)
+    torchrun --standalone --nproc-per-node=2 train_ddp.py    # two (or =gpu: one per GPU)
     ... train_ddp.py --dataset synthetic                     # without a download
     ... train_ddp.py --checkpoint ck.pt                      # resumes from ck.pt, if it exists
 
@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 @record  # torchrun's summary then shows the traceback of the rank that failed first
 def main(args):
-    """Train and evaluate. With --checkpoint, save after each epoch, and at a signal to stop."""
+    """Train and evaluate. With --checkpoint, save after each epoch and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
     train_set, test_set = load_data(args, rank, local_rank, device)  # collective
     # 3. Split the data: all ranks shuffle alike, and each takes every W-th sample, W = world size.
@@ -65,31 +65,32 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
-    # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective; avoids a copy
+    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. They
+    # are views into the buffers that are sent, called buckets, so that nothing is copied.
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(epochs_done, args.epochs):
         model.train()
-        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch: it would be the same order.
-        # A resumed epoch skips the samples that the interrupted run has used.
+        sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
+        # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = load_batches(train_set, indices, device, args)  # what a DataLoader does
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
             # Progress at mid-step, so that neither the first rate nor the last one is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-            # If the model has dropout, it differs by rank, and a resumed run repeats it.
+            # This makes dropout, in models that have it, differ by rank, but not after a resume.
             torch.manual_seed(hash((args.seed, epoch, step, rank)))
             losses += [train_step(ddp, optimizer, lr, batches, args)]  # collective
 
             save_now = args.save_every and step % args.save_every == 0
-            # A report also comes before a save, as it ends a run whose loss is not finite.
+            # A save needs a report, which first ends the run if the loss is not finite.
             report_now = step % args.log_interval == 0 or save_now or step == steps
             if not report_now:  # the same on all ranks
                 continue
-            # All ranks decide together (7.): a signal may reach only one rank, so they add up
-            # their numbers of signals. Then all of them stop, and at the same step.
+            # All ranks decide together (7.): a signal may reach only one of them, so they add up
+            # their signal counts. Then all of them stop, at the same step.
             numbers = [sum(losses) / len(losses), len(stop_signals)]
             loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
             speed = len(losses) * global_batch / (time.perf_counter() - start)
@@ -108,7 +109,7 @@ def main(args):
             save_checkpoint(args, model, optimizer, epoch + 1, samples_done=0)
         steps_done = 0  # only a resumed epoch starts in the middle
 
-    if epochs_done >= args.epochs:  # no epoch was left to train
+    if epochs_done >= args.epochs:  # there was nothing to train: only evaluate
         tested = evaluate(model, test_set, device, args)  # collective
         log(args, **tested)
     sha256 = equal_weights_sha256(model)  # collective
@@ -118,7 +119,7 @@ def main(args):
 def setup(args):
     """Join the process group. Return rank, local rank (on this node), world size and device."""
     prepare_process(args)
-    rank = int(os.environ["RANK"])  # torchrun sets these variables
+    rank = int(os.environ["RANK"])  # set by torchrun; for plain python, by prepare_process
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
 
@@ -133,7 +134,7 @@ def setup(args):
         torch.cuda.set_device(device)
 
     # 2. Join the process group: wait at MASTER_ADDR:MASTER_PORT until all ranks are there. With
-    # device_id, NCCL connects the GPUs at once, instead of in the first collective.
+    # device_id, NCCL connects the GPUs immediately rather than in the first collective.
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.timeout)  # of every collective: a hang becomes an error
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
@@ -147,14 +148,14 @@ def train_step(ddp, optimizer, lr, batches, args):
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
-        # Gradients add up on this rank. In the last pass, backward() also averages over all ranks.
+        # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = ddp(images)  # 4. again: with `model(images)`, nothing would be averaged
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
             loss.backward()
         mean_loss += loss.detach()
-    if args.clip_grad_norm:
+    if args.clip_grad_norm:  # the averages are clipped, in the same way on all ranks
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), args.clip_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -168,10 +169,10 @@ def sum_over_ranks(numbers, device, where):
 
     All ranks exit if one is missing or a sum is not finite, with an error that begins with `where`.
     """
-    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1s count ranks
+    sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # NCCL's all-reduce also returns when a rank has died
+    if ranks != dist.get_world_size():  # an all-reduce that NCCL has aborted returns, too
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -190,7 +191,7 @@ def evaluate(model, test_set, device, args):
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
     for images, labels in load_batches(test_set, share, device, args):
-        # Not through the wrapper: its forward may be a collective, and ranks differ in batches.
+        # Not through the wrapper: it broadcasts buffers, but one rank may have an extra batch.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
@@ -214,8 +215,8 @@ def equal_weights_sha256(model):
     return hashes[0]
 
 
-# The lesson ends here. The next functions are what you replace for a model and data of your own;
-# the loss is in `train_step` and in `evaluate`.
+# The lesson ends here. Replace the next functions to use your own model and data. The loss is in
+# `train_step` and in `evaluate`.
 
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
@@ -258,8 +259,7 @@ def load_data(args, rank, local_rank, device):
 
 def load_batches(dataset, indices, device, args):
     """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
-    # The images are in memory, so a batch is one indexing. For files, it would be (see the README)
-    # DataLoader(dataset, args.batch_size, sampler=indices, num_workers=...).
+    # The images are in memory, so a batch is one indexing. For files, use a DataLoader (README).
     for batch in torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size):
         yield dataset[batch]
 
@@ -288,7 +288,7 @@ def synthesize(seed, split, size):
     return images.clip(0, 255).astype(np.uint8), labels
 
 
-# The rest is what a long run needs, too: a bar and a log, guards, signals, checkpoints, flags.
+# Long runs also need the rest: a bar and a log, guards, signals, checkpoints, flags.
 
 
 def progress_bar(steps_done, steps):
@@ -322,7 +322,7 @@ def prepare_process(args):
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # Die with torchrun, or we overwrite the next run's checkpoint. (1 is PR_SET_PDEATHSIG.)
+        # Die when torchrun dies, not to overwrite the next run's checkpoint. (1: PR_SET_PDEATHSIG)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
