@@ -167,11 +167,11 @@ class GradientAverager:
         # An all-reduce has no name: the first one that a rank sends is added to the first one of
         # the others. As ranks may fill their buckets in different orders (when only one of them
         # uses a branch), all send them in the order of this list: a full one waits for its turn.
-        for bucket in self.buckets:
-            if bucket.pending:
+        for other in self.buckets:
+            if other.pending:
                 break
-            if bucket.work is None:
-                bucket.send()
+            if other.work is None:
+                other.send()
 
     def average(self):
         """Average the gradients. Collective: every rank calls it, once for each optimizer step."""
@@ -191,7 +191,7 @@ def main(args):
     """Train and evaluate. With --checkpoint, save after each epoch and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
     train_set, test_set = load_data(args, rank, local_rank, device)  # collective
-    # 3. Split the data: all ranks shuffle alike, and each takes every W-th sample, W = world size.
+    # 3. Split the data: all ranks shuffle identically, and each of the W takes every W-th sample.
     sampler = ManualDistributedSampler(train_set, world_size, rank, args.seed)
     samples_per_rank = args.batch_size * args.accum_steps  # in one optimizer step
     global_batch = world_size * samples_per_rank
@@ -201,15 +201,15 @@ def main(args):
     sizes = {"world_size": world_size, "global_batch": global_batch, "steps_per_epoch": steps}
     log(args, epochs=args.epochs, **sizes)  # rank 0 prints, the others do nothing
 
-    torch.manual_seed(args.seed)  # for the weights; below, each step seeds the ranks differently
+    torch.manual_seed(args.seed)  # for rank 0's weights; below, each step seeds ranks differently
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
-    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. They
-    # are views into the buffers that are sent, called buckets, so that nothing is copied.
+    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. Each
+    # p.grad is a view into a message, called bucket, so the averages need not be copied back.
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -223,14 +223,14 @@ def main(args):
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
             # Progress at mid-step, so that neither the first rate nor the last one is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-            # This makes dropout, in models that have it, differ by rank, but not after a resume.
+            # Dropout, if any, differs between ranks. A resumed run draws what it would have drawn.
             torch.manual_seed(hash((args.seed, epoch, step, rank)))
             losses += [train_step(model, averager, optimizer, lr, batches, args)]  # collective
 
             save_now = args.save_every and step % args.save_every == 0
-            # A save needs a report, which first ends the run if the loss is not finite.
+            # Report before saving: the report ends the run if the loss is not finite.
             report_now = step % args.log_interval == 0 or save_now or step == steps
-            if not report_now:  # the same on all ranks
+            if not report_now:  # all ranks skip the same steps
                 continue
             # All ranks decide together (7.): a signal may reach only one of them, so they add up
             # their signal counts. Then all of them stop, at the same step.
@@ -287,7 +287,7 @@ def setup(args):
 
 
 def train_step(model, averager, optimizer, lr, batches, args):
-    """Take one optimizer step over `accum_steps` batches. Return this rank's mean loss, float32."""
+    """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
         images, labels = next(batches)
@@ -296,7 +296,7 @@ def train_step(model, averager, optimizer, lr, batches, args):
             with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
-            loss.backward()
+            loss.backward()  # a collective, in the last pass
         mean_loss += loss.detach()
     averager.average()  # DDP does this at the end of the last backward()
     if args.clip_grad_norm:  # the averages are clipped, in the same way on all ranks
@@ -316,7 +316,7 @@ def sum_over_ranks(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # an all-reduce that NCCL has aborted returns, too
+    if ranks != dist.get_world_size():  # with NCCL, the sums may lack a rank that has died
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -327,7 +327,7 @@ def sum_over_ranks(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # other images, so all ranks take those of rank 0. (In training, DDP does so in every step.)
+    # different images: all take those of rank 0. (So does DDP, but before each forward pass.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -364,7 +364,7 @@ def equal_weights_sha256(model):
 
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
-WARMUP = 0.3  # the part of the training in which the learning rate rises
+WARMUP = 0.3  # the fraction of the training in which the learning rate rises
 
 
 def build_model():
@@ -375,7 +375,7 @@ def build_model():
 
 
 def lr_factor(progress):
-    """Return the part of the peak learning rate at `progress`, 0 to 1: warm-up, then a cosine."""
+    """Return the fraction of the peak rate at `progress`, 0 to 1: warm-up, then a cosine."""
     if progress < WARMUP:
         return progress / WARMUP
     return (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
@@ -466,7 +466,7 @@ def prepare_process(args):
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # Die when torchrun dies, not to overwrite the next run's checkpoint. (1: PR_SET_PDEATHSIG)
+        # Die with torchrun, so as not to write over the next run's file. (1: PR_SET_PDEATHSIG)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -482,7 +482,7 @@ def catch_signals(args):
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
     if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
