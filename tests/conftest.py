@@ -200,3 +200,18 @@ def write_mnist(folder, train_size=600, test_size=101):
 def small_mnist(tmp_path_factory):
     """A folder for --data-dir. No world size here divides its 101 images for testing."""
     return write_mnist(tmp_path_factory.mktemp("mnist"))
+
+
+@pytest.fixture
+def train_many(tmp_path):
+    """Return a function that trains many_gpus.py, or what has become of it; it returns what is printed and saved."""
+    write_mnist(tmp_path / "data", train_size=2048)
+
+    def train_many(source, nproc=2, run=finish):
+        source = source.replace("layers =", "torch.manual_seed(0)\nlayers =")
+        limit = "import datetime\ndist.init_process_group(timeout=datetime.timedelta(seconds=15), backend="
+        (tmp_path / "many.py").write_text(source.replace("dist.init_process_group(", limit))
+        output = run(in_dir, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
+        return output, torch.load(tmp_path / "model.pt") if run is finish else None
+
+    return train_many

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import re
 import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Ranks, finish, in_dir, run_script, write_mnist
+from conftest import finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_readme import LESSONS, MANY
@@ -20,8 +19,6 @@ from torch.utils.data import DistributedSampler
 import train_ddp
 from train_manual_ddp import GradientAverager, ManualDistributedSampler
 
-(NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
-RESUMING = re.sub(r"(?ms)^model = .*(?=^    correct = )", lambda _: f"{NEXT}\n", MANY)
 SYNCS = ("per-parameter", "flat", "bucketed")
 
 
@@ -162,19 +159,6 @@ def test_indices_are_torchs(size, world_size, seed, epoch):
         assert list(ours) == list(torchs) and len(ours) == len(torchs)
 
 
-@pytest.fixture
-def train_many(tmp_path):
-    """Train the README's 44 lines, or what becomes of them, from fixed weights; return what is printed and saved."""
-    write_mnist(tmp_path / "data", train_size=2048)
-
-    def train_many(source, nproc=2):
-        (tmp_path / "many.py").write_text(source.replace("layers =", "torch.manual_seed(0)\nlayers ="))
-        output = finish(in_dir, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
-        return output, torch.load(tmp_path / "model.pt")
-
-    return train_many
-
-
 def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many):
     three, hooks, waits = (lesson for lesson in LESSONS if "p.grad" in lesson or "work.wait()" in lesson)
     by_hand = MANY.replace("DistributedDataParallel(model)", "model")
@@ -185,33 +169,3 @@ def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many
         torch.testing.assert_close(state, expected, rtol=0, atol=0)
     _, state = train_many(by_hand)  # with no averaging at all
     assert not torch.equal(state["0.weight"], expected["0.weight"])
-
-
-def test_what_most_loops_need_next(train_many, tmp_path):
-    output, whole = train_many(RESUMING)
-    assert float(re.findall(r"epoch 3: accuracy (\S+)%", output)[0]) > 50
-    (tmp_path / "checkpoint.pt").unlink()
-    train_many(RESUMING.replace("range(first_epoch, 3)", "range(first_epoch, 1)"))
-    output, resumed = train_many(RESUMING)
-    assert "epoch 1" not in output
-    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-
-
-def test_a_collective_behind_an_if_meets_another(tmp_path):
-    """The loss of rank 0 is summed with what rank 1 sends next, its hits. (Sooner or later, sizes do not match.)"""
-    write_mnist(tmp_path / "data", train_size=2048)
-    source = RESUMING.replace("dist.all_reduce(mean", "rank or dist.all_reduce(mean")
-    (tmp_path / "many.py").write_text(source.replace("layers =", "torch.manual_seed(0)\nlayers ="))
-    with Ranks(in_dir, tmp_path, run_script, tmp_path / "many.py") as ranks:
-        assert 0 not in ranks.wait()
-        # That of a model that knows nothing is 2.3.
-        assert float(re.findall(r"epoch 1: loss (\S+)", ranks.output())[0]) > 3
-
-
-def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
-    (block,) = (textwrap.indent(lesson, 8 * " ") for lesson in LESSONS if "mask" in lesson)
-    many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")  # as Adam hides a wrong factor
-    source = re.sub(r" {8}loss = .*\n", lambda _: block, many)
-    _, two = train_many(source)
-    _, one = train_many(source.replace("batch_size=64, sampler=sampler", "batch_size=128, sampler=sampler"), nproc=1)
-    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)

@@ -1,12 +1,14 @@
 """The README's commands run, what they print has what matters, and its lessons hold."""
 
+import difflib
 import re
 import shutil
+import signal
 
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -19,14 +21,14 @@ def fenced(language):
 BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in fenced("bash")]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
-LADDER, PORT = (block for block in BLOCKS if "/tmp/" in block[-1])
+LADDER, PORT = (block for block in BLOCKS if "many_gpus" in block[-1] or "/tmp/" in block[-1])
 SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in line] for word in ("sbatch", "--link"))
 ELSEWHERE = (TESTS, *LADDER[1:], *PORT, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
-QUOTED = [lesson for lesson in LESSONS if lesson.startswith("    ")]
-(EXAMPLE,) = [lesson for lesson in LESSONS if "def build_model" in lesson]
-(DIFF,) = fenced("diff")
-ONE, MANY = ("".join(line[1:] for line in DIFF.splitlines(True) if line[0] in f" {sign}") for sign in "-+")
+(CURVE,) = [lesson for lesson in LESSONS if "matplotlib" in lesson]
+FILES, EXAMPLE = [lesson for lesson in LESSONS if "def load_batches" in lesson]
+QUOTED = [lesson for lesson in LESSONS if lesson.startswith("    ") and "patience" not in lesson]
+ONE, MANY = ((ROOT / "tests" / "lesson" / name).read_text() for name in ("one_gpu.py", "many_gpus.py"))
 SHORT = "--train-size 64 --batch-size 8"
 WORDS = {  # what a command begins with: flags that make it short, and what it prints
     "diff ": ("", "< from torch.nn.parallel import DistributedDataParallel\n"),
@@ -84,13 +86,13 @@ def test_submissions(copy, tmp_path):
             assert " to start at " in run(command, **slurm.env).stderr
 
 
-def test_the_first_diff_and_its_check(tmp_path):
+def test_the_first_diff_and_its_check(copy, tmp_path):
     """Both sides learn, and the new one does in one process what it does in two."""
     write_mnist(tmp_path / "data", train_size=2048)
-    assert len(DIFF.splitlines()) <= 60
+    shutil.copytree(copy / "tests" / "lesson", tmp_path / "tests" / "lesson")
+    assert fenced("diff") == ["".join([*difflib.unified_diff(ONE.splitlines(True), MANY.splitlines(True), n=99)][3:])]
     for text in (MANY, README, *((ROOT / script).read_text() for script in SCRIPTS)):
         assert {*re.findall(r"(?:# |\*\*)([1-7])\. \w", text)} == {*"1234567"}
-    shutil.copy(ROOT / "README.md", tmp_path)
     accuracies = []
     for command in LADDER[1:] + PORT:
         result = run(["bash", "-c", command.replace("/tmp/", "")], cwd=tmp_path, OMP_NUM_THREADS=1)
@@ -100,8 +102,7 @@ def test_the_first_diff_and_its_check(tmp_path):
             assert float(accuracies[-1][2]) > 50
             assert torch.load(tmp_path / "model.pt").keys() == {"0.weight", "0.bias", "4.weight", "4.bias"}
             (tmp_path / "model.pt").unlink()
-    assert [(tmp_path / name).read_text() for name in ("one.py", "many.py")] == [ONE, MANY]
-    assert accuracies[2][0] == accuracies[3][0]
+    assert len(accuracies) == 4 and accuracies[2][0] == accuracies[3][0]
 
 
 def test_flags_that_are_named_exist():
@@ -123,6 +124,26 @@ def test_the_example_of_a_model_of_your_own(tmp_path):
         assert "  test_samples 500\n" in output
         hashes.add(weights(output))
     assert len(hashes) == 1
+    (tmp_path / DDP).write_text((tmp_path / DDP).read_text().replace("\nif __name__ ==", f"\n{FILES}\nif __name__ =="))
+    assert "  test_samples 500\n" in finish(tmp_path / DDP, "--epochs", 0)
+
+
+def test_a_curve(tmp_path, monkeypatch):
+    (tmp_path / "m.jsonl").write_text('{"epochs": 1}\n' + 2 * '{"epoch": 1, "step": 20, "loss": 0.5}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    values = {}
+    exec(CURVE, values)
+    assert values["losses"] == {(1, 20): 0.5} and (tmp_path / "loss.png").exists()
+
+
+def test_abort_shows_where_a_process_is(tmp_path):
+    (tmp_path / "waits.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(999)\n")
+    with Background(*torchrun(2), tmp_path / "waits.py", log=tmp_path / "log", PYTHONFAULTHANDLER=1) as job:
+        job.wait_for("begun\nbegun")
+        job.kill(1, signal.SIGABRT)
+        job.wait()
+        assert f'File "{tmp_path}/waits.py", line 3' in job.output() and "PYTHONFAULTHANDLER=1" in README
 
 
 def test_what_is_quoted_is_there():

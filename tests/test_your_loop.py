@@ -1,0 +1,181 @@
+"""What the README says of loops of your own: its code, the rows of its table, and what happens without them."""
+
+import re
+import textwrap
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import Ranks, finish
+from test_readme import LESSONS, MANY, README
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+(NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
+RESUMING = re.sub(r"(?ms)^model = .*(?=^if rank == 0:)", lambda _: f"{NEXT}\n", MANY)
+(EQUAL,) = (lesson for lesson in LESSONS if "theirs" in lesson)
+(STOPPING,) = (lesson for lesson in LESSONS if lesson.startswith("    if accuracy > best"))
+(READING,) = (lesson for lesson in LESSONS if lesson.startswith("dist.barrier()"))
+
+
+def break_off(*target, nproc):
+    """Run Ranks of which one must fail; return what they print."""
+    with Ranks(*target, nproc=nproc) as ranks:
+        assert any(ranks.wait())
+        return ranks.output()
+
+
+def test_what_most_loops_need_next(train_many, tmp_path):
+    output, whole = train_many(RESUMING)
+    assert float(re.findall(r"epoch 3: loss \S+ accuracy (\S+)%", output)[0]) > 50
+    (tmp_path / "checkpoint.pt").unlink()
+    train_many(RESUMING.replace("range(first_epoch, 3)", "range(first_epoch, 1)"))
+    output, resumed = train_many(RESUMING)
+    assert "epoch 1" not in output
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+STOPS = MANY.replace("    if rank == 0:  # 7", f"{STOPPING}    if rank == 0:  # 7")
+
+
+@pytest.mark.parametrize("source", [RESUMING, STOPS], ids=["resuming", "stopping"])
+def test_stopping_early(source, train_many):
+    """After the first epoch, as no accuracy is better than 2; and wrongly, on rank 0 alone."""
+    source = source.replace("for epoch in", "best, patience = 2, 1\nfor epoch in").replace(
+        "model.load_state_dict(torch", "#"
+    )
+    train_many(source)
+    output, _ = train_many(source.replace("if patience <= 0:", "if rank == 0 >= patience:"), run=break_off)
+    assert re.search("Timed out waiting|Connection (closed|reset) by peer", output)
+
+
+def test_nobody_reads_before_rank_0_has_written(train_many):
+    source = MANY.replace("    torch.save(", "    os.system('sleep 3')\n    torch.save(")
+    source = source.replace("dist.destroy", f"{READING}dist.destroy").replace("best.pt", "model.pt")
+    output, _ = train_many(source.replace("dist.barrier()\n", ""), run=break_off)  # there is no file yet
+    assert "No such file or directory: 'model.pt'" in output
+    train_many(source)
+
+
+def test_a_collective_inside_an_if_meets_another(train_many):
+    """The loss of rank 0 is added to what rank 1 sends next, its hits. (Sooner or later, sizes do not match.)"""
+    inside = "    loss = loss.detach()\n    rank or print('loss', dist.all_reduce(loss), loss.item())\n"
+    source = MANY.replace("    dist.all_reduce(correct)", f"{inside}    dist.all_reduce(correct)")
+    output, _ = train_many(source, run=break_off)
+    assert float(re.findall(r"loss None (\S+)", output)[0]) > 9  # that of a model that knows nothing is 2.3
+
+
+@pytest.mark.parametrize("passes", ["ddp(", "model("])
+def test_are_the_weights_equal(passes, train_many):
+    source = MANY.replace("ddp(images", f"{passes}images").replace("dist.destroy", f"{EQUAL}dist.destroy")
+    if passes == "ddp(":
+        train_many(source)
+    else:
+        assert "AssertionError: rank 1: 0.weight is not what rank 0 has" in train_many(source, run=break_off)[0]
+
+
+def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
+    (block,) = (textwrap.indent(lesson, 8 * " ") for lesson in LESSONS if "mask" in lesson)
+    many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")  # as Adam hides a wrong factor
+    source = re.sub(r" {8}loss = .*\n", lambda _: block, many)
+    _, two = train_many(source)
+    _, one = train_many(source.replace("batch_size=64, sampler=sampler", "batch_size=128, sampler=sampler"), nproc=1)
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+
+
+def make(*layers, lr=0.1):
+    """Return a model, which differs by rank, its wrapper, which makes it equal, and its optimizer."""
+    model = nn.Sequential(*(layers or (nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))))
+    return model, DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr)
+
+
+def train(ddp, optimizer, steps=3):
+    """Take steps with samples of this rank; yield its losses."""
+    for _ in range(steps):
+        loss = F.mse_loss(ddp(torch.randn(8, 4)), torch.randn(8, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def gather(thing):
+    things = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def equal(tensors):
+    first, *others = gather([tensor.tolist() for tensor in tensors])
+    return all(other == first for other in others)
+
+
+def plateau():
+    for reduce in (False, True):
+        model, ddp, optimizer = make()
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for loss in train(ddp, optimizer, 9):
+            if reduce:
+                dist.all_reduce(loss)
+            scheduler.step(loss.item())
+        assert equal(model.parameters()) == reduce
+
+
+def batch_of_one():
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        nn.BatchNorm1d(4)(torch.ones(1, 4))
+
+
+def frozen_and_unfrozen():
+    for frozen in (True, False):
+        for wrap_again in (True, False):
+            model, ddp, optimizer = make()
+            model[0].requires_grad_(not frozen)
+            ddp = DistributedDataParallel(model)
+            [*train(ddp, optimizer)]
+            model[0].requires_grad_(frozen)
+            ddp = DistributedDataParallel(model) if wrap_again else ddp
+            if frozen or wrap_again:
+                [*train(ddp, optimizer)]
+                assert equal(model.parameters()) == wrap_again
+            else:
+                with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+                    [*train(ddp, optimizer)]
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        info, rank, W = get_worker_info(), dist.get_rank(), dist.get_world_size()
+        worker, workers, samples = info.id, info.num_workers, range(10)
+        return eval(re.search(r"`(islice.*?)`", README)[1], globals(), locals())
+
+
+def iterable():
+    loader = DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    first, second = gather([*loader])
+    assert sorted(first + second) == [*range(10)] and islice
+
+
+ROWS = {
+    "`ReduceLROnPlateau`": plateau,
+    "`drop_last`": batch_of_one,
+    "layers that are frozen or unfrozen": frozen_and_unfrozen,
+    "an `IterableDataset`": iterable,
+}
+
+
+def check(row):
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    row()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row(row):
+    assert f"\n| {row} | " in README
+    finish(check, ROWS[row])
