@@ -1,6 +1,7 @@
 """What the README says of loops of your own: its code, the rows of its table, and what happens without them."""
 
 import re
+import signal
 import textwrap
 from itertools import islice
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Ranks, finish
+from conftest import Background, Ranks, finish, torchrun
 from test_readme import LESSONS, MANY, README
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 (NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
@@ -31,7 +33,7 @@ def break_off(*target, nproc):
 
 def test_what_most_loops_need_next(train_many, tmp_path):
     output, whole = train_many(RESUMING)
-    assert float(re.findall(r"epoch 3: loss \S+ accuracy (\S+)%", output)[0]) > 50
+    assert float(re.findall(r"epoch 3: loss \S+, accuracy (\S+)%", output)[0]) > 50
     (tmp_path / "checkpoint.pt").unlink()
     train_many(RESUMING.replace("range(first_epoch, 3)", "range(first_epoch, 1)"))
     output, resumed = train_many(RESUMING)
@@ -76,6 +78,15 @@ def test_are_the_weights_equal(passes, train_many):
         train_many(source)
     else:
         assert "AssertionError: rank 1: 0.weight is not what rank 0 has" in train_many(source, run=break_off)[0]
+
+
+def test_abort_shows_where_a_process_is(tmp_path):
+    (tmp_path / "waits.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(999)\n")
+    with Background(*torchrun(2), tmp_path / "waits.py", log=tmp_path / "log", PYTHONFAULTHANDLER=1) as job:
+        job.wait_for("begun\nbegun")
+        job.kill(1, signal.SIGABRT)
+        job.wait()
+        assert f'File "{tmp_path}/waits.py", line 3' in job.output() and "PYTHONFAULTHANDLER=1" in README
 
 
 def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
@@ -160,11 +171,19 @@ def iterable():
     assert sorted(first + second) == [*range(10)] and islice
 
 
+def averaged():
+    model = nn.Linear(4, 1)
+    before, _ = AveragedModel(model), DistributedDataParallel(model)
+    after = AveragedModel(model)
+    assert equal(after.parameters()) and not equal(before.parameters())
+
+
 ROWS = {
     "`ReduceLROnPlateau`": plateau,
     "`drop_last`": batch_of_one,
     "layers that are frozen or unfrozen": frozen_and_unfrozen,
     "an `IterableDataset`": iterable,
+    "an average of the weights (EMA)": averaged,
 }
 
 
