@@ -209,7 +209,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step. Each
-    # p.grad is a view into a message, called bucket, so the averages need not be copied back.
+    # p.grad is a view of a bucket, a buffer to send, so the averages need not be copied back.
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -335,7 +335,7 @@ def evaluate(model, test_set, device, args):
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
     for images, labels in load_batches(test_set, share, device, args):
-        # Not through the wrapper: it broadcasts buffers, but one rank may have an extra batch.
+        # Not `ddp`, whose forward pass is a collective: one rank may have a batch more.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -56,10 +56,10 @@ def test_one_process_per_gpu(slurm, submit, tmp_path):
 
 
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
-    """On nodes with two GPUs, as there are here, and with what `submit` has written in the place of many.py."""
+    """On nodes with two GPUs, as there are here, and with what `submit` has written in the place of many_gpus.py."""
     (job,) = re.findall("^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
     (tmp_path / "worker.py.end").touch()
-    (tmp_path / "job.sh").write_text(job.replace("=4", "=2").replace("many.py", "worker.py"))
+    (tmp_path / "job.sh").write_text(job.replace("=4", "=2").replace("many_gpus.py", "worker.py"))
     state, code, log = slurm.finish(slurm.command("sbatch", "--parsable", "job.sh", cwd=tmp_path).strip())
     assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 RESUMING = re.sub(r"(?ms)^model = .*(?=^if rank == 0:)", lambda _: f"{NEXT}\n", MANY)
 (EQUAL,) = (lesson for lesson in LESSONS if "theirs" in lesson)
 (STOPPING,) = (lesson for lesson in LESSONS if lesson.startswith("    if accuracy > best"))
+(DEALING,) = (lesson for lesson in LESSONS if "def __iter__" in lesson)
 (READING,) = (lesson for lesson in LESSONS if lesson.startswith("dist.barrier()"))
 
 
@@ -89,10 +90,14 @@ def test_abort_shows_where_a_process_is(tmp_path):
         assert f'File "{tmp_path}/waits.py", line 3' in job.output() and "PYTHONFAULTHANDLER=1" in README
 
 
-def test_a_loss_with_a_mask_is_the_same_in_one_process(train_many):
-    (block,) = (textwrap.indent(lesson, 8 * " ") for lesson in LESSONS if "mask" in lesson)
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [("mask", r" {8}loss = .*\n"), ("no_sync", r"(?s) {4}for images, labels in train_loader.*?zero_grad\(\)\n")],
+)
+def test_masks_and_accumulation_are_the_same_in_one_process(word, instead, train_many):
+    (block,) = (textwrap.indent(lesson, (8 if word == "mask" else 0) * " ") for lesson in LESSONS if word in lesson)
     many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")  # as Adam hides a wrong factor
-    source = re.sub(r" {8}loss = .*\n", lambda _: block, many)
+    source = "import contextlib\n" + re.sub(instead, lambda _: block, many)
     _, two = train_many(source)
     _, one = train_many(source.replace("batch_size=64, sampler=sampler", "batch_size=128, sampler=sampler"), nproc=1)
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
@@ -159,16 +164,16 @@ def frozen_and_unfrozen():
 
 
 class Numbers(IterableDataset):
-    def __iter__(self):
-        info, rank, W = get_worker_info(), dist.get_rank(), dist.get_world_size()
-        worker, workers, n, samples = info.id, info.num_workers, 10, range(10)
-        return eval(re.search(r"`(islice.*?)`", README)[1], globals(), locals())
+    exec(textwrap.dedent(DEALING), {"islice": islice, "get_worker_info": get_worker_info}, locals())
+
+    def __init__(self):
+        self.rank, self.world_size, self.samples = dist.get_rank(), dist.get_world_size(), range(10)
 
 
 def iterable():
     loader = DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     first, second = gather([*loader])
-    assert sorted(first + second) == [*range(8)] and len(first) == len(second) and islice
+    assert sorted(first + second) == [*range(8)] and len(first) == len(second)
 
 
 def averaged():
@@ -182,7 +187,7 @@ ROWS = {
     "`ReduceLROnPlateau`": plateau,
     "`drop_last`": batch_of_one,
     "layers that are frozen or unfrozen": frozen_and_unfrozen,
-    "an `IterableDataset` of `n` samples": iterable,
+    "an `IterableDataset`": iterable,
     "an average of the weights (EMA)": averaged,
 }
 
