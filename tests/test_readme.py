@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
+from conftest import DDP, ROOT, SCRIPTS, Ranks, finish, in_dir, run, weights, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -173,12 +173,3 @@ def test_what_happens_without_it(line, instead, symptom, small_mnist, tmp_path):
     assert symptom in output
     assert succeeded == symptom.startswith("the same")
     assert succeeded or symptom in README
-
-
-@pytest.mark.parametrize(("debug", "words"), [("OFF", "Timed out waiting"), ("DETAIL", "Detected mismatch between")])
-def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
-    source, line, script = (ROOT / MANUAL).read_text(), "        tested = evaluate(", tmp_path / MANUAL
-    script.write_text(source.replace(line, f"        if rank == 0: dist.all_reduce(torch.ones(1))\n{line}"))
-    flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
-    result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
-    assert result.returncode == 1 and words in result.stderr and words in README

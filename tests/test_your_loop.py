@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Background, Ranks, finish, torchrun
+from conftest import MANUAL, ROOT, Background, Ranks, finish, run, torchrun
 from test_readme import LESSONS, MANY, README
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -79,6 +79,15 @@ def test_are_the_weights_equal(passes, train_many):
         train_many(source)
     else:
         assert "AssertionError: rank 1: 0.weight is not what rank 0 has" in train_many(source, run=break_off)[0]
+
+
+@pytest.mark.parametrize(("debug", "words"), [("OFF", "Timed out waiting"), ("DETAIL", "Detected mismatch between")])
+def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
+    source, line, script = (ROOT / MANUAL).read_text(), "        tested = evaluate(", tmp_path / MANUAL
+    script.write_text(source.replace(line, f"        if rank == 0: dist.all_reduce(torch.ones(1))\n{line}"))
+    flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
+    result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
+    assert result.returncode == 1 and words in result.stderr and words in README
 
 
 def test_abort_shows_where_a_process_is(tmp_path):
