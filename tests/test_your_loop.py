@@ -99,6 +99,22 @@ def test_abort_shows_where_a_process_is(tmp_path):
         assert f'File "{tmp_path}/waits.py", line 3' in job.output() and "PYTHONFAULTHANDLER=1" in README
 
 
+def test_gloo_ends_with_its_process_group(tmp_path):
+    """Otherwise one of its threads may abort the interpreter, which ends before it."""
+    early, late = re.search(r"terminate called.*\| `(.+?)` before .*, `(.+?)` before", README).groups()
+    (tmp_path / "threads.py").write_text(f"""
+import os, torch, torch.distributed as dist
+{early}
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+{late}
+dist.destroy_process_group()
+print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")}})
+""")
+    threads = run([*torchrun(1), tmp_path / "threads.py"]).stdout
+    assert "python" in threads and "gloo" not in threads
+
+
 @pytest.mark.parametrize(
     ("word", "instead"),
     [("mask", r" {8}loss = .*\n"), ("no_sync", r"(?s) {4}for images, labels in train_loader.*?zero_grad\(\)\n")],
