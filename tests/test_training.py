@@ -164,6 +164,7 @@ VALUES = {"lr": 3.6866e-06, "speed": 12036.4, "count": 60_000, "words": "a b"}
 def log_some_values():
     dist.init_process_group("gloo")
     train_ddp.log(argparse.Namespace(metrics=Path("m")), **VALUES)
+    dist.barrier()  # rank 0 has the store of addresses, so it must not end before rank 1 has joined
 
 
 def test_a_line_of_the_log_is_for_people_and_has_all_digits_for_programs(tmp_path):

@@ -221,6 +221,7 @@ def check(row):
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     row()
+    dist.barrier()  # rank 0 has the store of addresses, so it must not end before rank 1 has joined
     dist.destroy_process_group()
 
 
