@@ -1,10 +1,12 @@
 """What the README says of loops of your own: its code, the rows of its table, and what happens without them."""
 
+import random
 import re
 import signal
 import textwrap
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 (NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
 RESUMING = re.sub(r"(?ms)^model = .*(?=^if rank == 0:)", lambda _: f"{NEXT}\n", MANY)
@@ -171,6 +173,23 @@ def batch_of_one():
         nn.BatchNorm1d(4)(torch.ones(1, 4))
 
 
+class Noise(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([torch.rand(1).item(), random.random(), np.random.rand()])
+
+
+def noise():
+    for workers, equal in ((2, [False, False, False]), (0, [False, True, True])):
+        random.seed(0)
+        np.random.seed(0)
+        loader = DataLoader(Noise(), num_workers=workers, multiprocessing_context="fork" if workers else None)
+        first, second = gather(torch.cat([*loader]))
+        assert (first == second).all(dim=0).tolist() == equal and len({*first.flatten().tolist()}) == 12
+
+
 def frozen_and_unfrozen():
     for frozen in (True, False):
         for wrap_again in (True, False):
@@ -211,6 +230,7 @@ def averaged():
 ROWS = {
     "`ReduceLROnPlateau`": plateau,
     "`drop_last`": batch_of_one,
+    "augmentation, noise, dropout": noise,
     "layers that are frozen or unfrozen": frozen_and_unfrozen,
     "an `IterableDataset`": iterable,
     "an average of the weights (EMA)": averaged,
