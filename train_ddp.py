@@ -192,7 +192,7 @@ def evaluate(model, test_set, device, args):
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
     for images, labels in load_batches(test_set, share, device, args):
-        # Not `ddp`, whose forward pass is a collective: one rank may have a batch more.
+        # Not `ddp`, whose first forward pass is a collective: a rank without images would miss it.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -207,6 +207,24 @@ def frozen_and_unfrozen():
                     [*train(ddp, optimizer)]
 
 
+def two_models():
+    """The generator of a GAN learns through its wrapper, or (wrongly) around it."""
+    for through in (True, False):
+        fake, fake_ddp, fake_optimizer = make(nn.Linear(4, 4))
+        real, real_ddp, real_optimizer = make(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        for _ in range(3):
+            for samples, sign in ((torch.randn(8, 4), 1), (fake(torch.randn(8, 4)).detach(), -1)):
+                (sign * real_ddp(samples).tanh().mean()).backward()
+            real_optimizer.step()
+            real.requires_grad_(False)
+            real((fake_ddp if through else fake)(torch.randn(8, 4))).mean().backward()
+            fake_optimizer.step()
+            real.requires_grad_(True)
+            fake_optimizer.zero_grad()
+            real_optimizer.zero_grad()
+        assert equal(real.parameters()) and equal(fake.parameters()) == through
+
+
 class Numbers(IterableDataset):
     exec(textwrap.dedent(DEALING), {"islice": islice, "get_worker_info": get_worker_info}, locals())
 
@@ -232,6 +250,7 @@ ROWS = {
     "`drop_last`": batch_of_one,
     "augmentation, noise, dropout": noise,
     "layers that are frozen or unfrozen": frozen_and_unfrozen,
+    "two models, such as a GAN": two_models,
     "an `IterableDataset`": iterable,
     "an average of the weights (EMA)": averaged,
 }
