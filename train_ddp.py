@@ -184,7 +184,7 @@ def sum_over_ranks(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # different images: all take those of rank 0. (So does DDP, but before each forward pass.)
+    # different images: all take those of rank 0. (So does DDP, but in each step.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
