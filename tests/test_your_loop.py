@@ -190,6 +190,16 @@ def noise():
         assert (first == second).all(dim=0).tolist() == equal and len({*first.flatten().tolist()}) == 12
 
 
+def test_persistent_workers_are_seeded_once():
+    for persistent in (True, False):
+        loader = DataLoader(Noise(), num_workers=1, persistent_workers=persistent)
+        epochs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            epochs.append(torch.cat([*loader]))
+        assert torch.equal(*epochs) != persistent
+
+
 def frozen_and_unfrozen():
     for frozen in (True, False):
         for wrap_again in (True, False):
