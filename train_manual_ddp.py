@@ -10,7 +10,6 @@ of the two is the lesson, and with two processes on CPUs, both end on the same b
 copies rank 0's buffers in every step. Training does not use them, so here, only `evaluate` does.)
 """
 
-import argparse
 import contextlib
 import ctypes
 import functools
@@ -23,6 +22,7 @@ import socket
 import sys
 import tempfile
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import MNIST
 from torchvision.models import resnet18
 from tqdm import tqdm
@@ -188,7 +188,7 @@ class GradientAverager:
 
 @record  # torchrun's summary then shows the traceback of the rank that failed first
 def main(args):
-    """Train and evaluate. With --checkpoint, save after each epoch and when a signal says stop."""
+    """Train and test. With --checkpoint, save before each test and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
     train_set, test_set = load_data(args, rank, local_rank, device)  # collective
     # 3. Split the data: all ranks shuffle identically, and each of the W takes every W-th sample.
@@ -198,71 +198,63 @@ def main(args):
     steps = len(train_set) // global_batch  # in one epoch, which leaves out the last few samples
     if steps == 0:
         sys.exit(f"a step takes {global_batch} of {len(train_set)} samples: lower --batch-size")
-    sizes = {"world_size": world_size, "global_batch": global_batch, "steps_per_epoch": steps}
-    log(args, epochs=args.epochs, **sizes)  # rank 0 prints, the others do nothing
+    log(args, world_size=world_size, global_batch=global_batch, steps_per_epoch=steps)
 
-    torch.manual_seed(args.seed)  # for rank 0's weights; below, each step seeds ranks differently
+    torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
-    epochs_done, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
+    first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step. Each
     # p.grad is a view of a bucket, a buffer to send, so the averages need not be copied back.
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
-    for epoch in range(epochs_done, args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
+        # Dropout differs by rank. (A hash of integers is the same in a run that is started again.)
+        torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
-        batches = load_batches(train_set, indices, device, args)  # what a DataLoader does
+        batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
             # Progress at mid-step, so that neither the first rate nor the last one is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
-            # Dropout, if any, differs between ranks. A resumed run draws what it would have drawn.
-            torch.manual_seed(hash((args.seed, epoch, step, rank)))
-            losses += [train_step(model, averager, optimizer, lr, batches, args)]  # collective
-
-            save_now = args.save_every and step % args.save_every == 0
-            # Report before saving: the report ends the run if the loss is not finite.
-            report_now = step % args.log_interval == 0 or save_now or step == steps
-            if not report_now:  # all ranks skip the same steps
-                continue
-            # All ranks decide together (7.): a signal may reach only one of them, so they add up
-            # their signal counts. Then all of them stop, at the same step.
-            numbers = [sum(losses) / len(losses), len(stop_signals)]
-            loss_sum, stop = sum_over_ranks(numbers, device, f"step {step}")  # collective
-            speed = len(losses) * global_batch / (time.perf_counter() - start)
-            values = {"lr": lr, "loss": loss_sum / world_size, "samples_per_second": speed}
-            log(args, epoch=epoch + 1, step=step, **values)
-            if rank == 0 and (save_now or stop):
-                save_checkpoint(args, model, optimizer, epoch, samples_done=step * global_batch)
-            if stop:
+            loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
+            losses.append(loss)
+            stop, last = False, step == steps
+            save_now = last or step % args.save_every == 0
+            if save_now or step % args.log_interval == 0:  # before a save: it ends a run gone wrong
+                # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
+                numbers = [sum(losses) / len(losses), len(stop_signals)]
+                loss, stop = sum_over_ranks_or_exit(numbers, device, f"step {step}")  # collective
+                speed = len(losses) * global_batch / (time.perf_counter() - start)
+                values = {"lr": lr, "loss": loss / world_size, "samples_per_second": speed}
+                log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
+                losses, start = [], time.perf_counter()
+            if rank == 0 and (save_now or stop):  # 7. Let one rank write.
+                samples_done = len(train_set) if last else step * global_batch
+                save_checkpoint(args, model, optimizer, epoch, samples_done)
+            if stop:  # on all ranks alike: no `break` goes inside an `if rank == 0`
                 log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                 return
-            losses, start = [], time.perf_counter()
+        log(args, epoch=epoch + 1, **evaluate(model, test_set, device, args))  # 6., collective
+        steps_done = 0  # only a resumed epoch starts in the middle, or at its end
 
-        tested = evaluate(model, test_set, device, args)  # 6., collective
-        log(args, epoch=epoch + 1, **tested)
-        if rank == 0:  # 7. Let one rank write. No collective and no `break` go inside this `if`.
-            save_checkpoint(args, model, optimizer, epoch + 1, samples_done=0)
-        steps_done = 0  # only a resumed epoch starts in the middle
-
-    if epochs_done >= args.epochs:  # there was nothing to train: only evaluate
-        tested = evaluate(model, test_set, device, args)  # collective
-        log(args, **tested)
-    sha256 = equal_weights_sha256(model)  # collective
-    log(args, weights_sha256=sha256)
+    if first_epoch >= args.epochs:  # there was nothing to train
+        log(args, **evaluate(model, test_set, device, args))  # collective
+    log(args, weights_sha256=equal_weights_sha256(model))  # collective
 
 
 def setup(args):
     """Join the process group. Return rank, local rank (on this node), world size and device."""
-    prepare_process(args)
-    rank = int(os.environ["RANK"])  # set by torchrun; for plain python, by prepare_process
+    refuse_silent_mistakes()
+    set_environment(args)
+    rank = int(os.environ["RANK"])  # set by torchrun; for plain python, by set_environment
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
 
@@ -286,14 +278,15 @@ def setup(args):
     return rank, local_rank, world_size, device
 
 
-def train_step(model, averager, optimizer, lr, batches, args):
+def train_step(model, averager, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        images, labels = next(batches)
+        # MNIST is on the device already. Other data are copied while Python goes on.
+        images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
-            with torch.autocast(images.device.type, torch.bfloat16, args.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
             loss.backward()  # a collective, in the last pass
@@ -308,7 +301,7 @@ def train_step(model, averager, optimizer, lr, batches, args):
     return mean_loss
 
 
-def sum_over_ranks(numbers, device, where):
+def sum_over_ranks_or_exit(numbers, device, where):
     """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
     All ranks exit if one is missing or a sum is not finite, with an error that begins with `where`.
@@ -334,13 +327,14 @@ def evaluate(model, test_set, device, args):
     # Each rank takes every W-th image. Then they add up their results.
     share = range(dist.get_rank(), len(test_set), dist.get_world_size())
     loss = correct = count = 0
-    for images, labels in load_batches(test_set, share, device, args):
+    for batch in load(test_set, share, device, args):
+        images, labels = (part.to(device, non_blocking=True) for part in batch)
         # Not `ddp`, whose first forward pass is a collective: a rank without images would miss it.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
         count += len(labels)
-    loss, correct, count = sum_over_ranks([loss, correct, count], device, "the test")
+    loss, correct, count = sum_over_ranks_or_exit([loss, correct, count], device, "the test")
     if count != len(test_set):
         sys.exit(f"{count:.0f} test images were counted, but there are {len(test_set)}")
     return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
@@ -401,11 +395,14 @@ def load_data(args, rank, local_rank, device):
     return datasets
 
 
-def load_batches(dataset, indices, device, args):
-    """Yield these samples in batches: images, (B, 1, 28, 28), and labels, (B,), on `device`."""
-    # The images are in memory, so a batch is one indexing. For files, use a DataLoader (README).
-    for batch in torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size):
-        yield dataset[batch]
+def load(dataset, indices, device, args):
+    """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
+    # As the images are in memory, on `device`, one indexing by a tensor that is there, too, makes a
+    # batch. For a data set of files, whose items are on the CPU, let workers make them:
+    # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
+    #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
+    indices = torch.tensor(indices, dtype=torch.int64, device=device)
+    return DataLoader(dataset, batch_size=None, sampler=indices.split(args.batch_size))
 
 
 def read_mnist(folder):
@@ -457,44 +454,59 @@ def log(args, **values):
         file.write(json.dumps(values) + "\n")
 
 
-def prepare_process(args):
-    """Exit early from launches that would fail silently. Set what torchrun has not set."""
-    if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+def refuse_silent_mistakes():
+    """Exit if the way in which this process was started would fail without a message."""
+    # The shell of `srun --pty` is one task, whatever the number of tasks.
+    alone = "SLURM_PTY_PORT" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    if "RANK" not in os.environ and not alone:
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
-    if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # Die with torchrun, so as not to write over the next run's file. (1: PR_SET_PDEATHSIG)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if "RANK" not in os.environ:  # plain `python`: a world of one; port 0 stands for any free port
+
+
+def set_environment(args):
+    """Set what plain python and --deterministic need, and that this process ends with torchrun."""
+    if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if dist.is_torchelastic_launched() and sys.platform == "linux":
+        # If torchrun is killed from now on, so is this process, before it can write over the next
+        # run's file. (If torchrun is killed earlier, it waits for the others until --timeout.)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
         torch.use_deterministic_algorithms(True)
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # the last one is Ctrl-C
+
+
 def catch_signals(args):
-    """Return a list. With --checkpoint, SIGTERM, SIGUSR1 and Ctrl-C are added to it from now on."""
+    """Return a list. With --checkpoint, a signal is added to it; without, it ends the process."""
     signals = []
 
     def on_signal(number, frame):
         signals.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
-    if args.checkpoint:  # else there is nothing to save, and a signal just ends the process
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, on_signal)
+    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print in the bar's row
+        signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     return signals
+
+
+def ignore_signals(worker):
+    """Let a DataLoader's worker live on when torchrun signals all processes, as its rank does."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def data_flags(args):
     return f"--dataset {args.dataset} --train-size {args.train_size} --seed {args.seed}"
 
 
-def save_checkpoint(args, model, optimizer, epochs_done, samples_done):
+def save_checkpoint(args, model, optimizer, epoch, samples_done):
     """Replace the file of --checkpoint: at any moment it is whole, the old one or the new one."""
     if not args.checkpoint:
         return
@@ -503,7 +515,7 @@ def save_checkpoint(args, model, optimizer, epochs_done, samples_done):
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "position": (epochs_done, samples_done),  # the samples are those of the next epoch
+        "position": (epoch, samples_done),  # of that epoch's samples, those of all ranks
         "data": data_flags(args),
     }
     temporary = f"{args.checkpoint}.tmp"
@@ -515,65 +527,72 @@ def save_checkpoint(args, model, optimizer, epochs_done, samples_done):
 
 
 def load_checkpoint(args, model, optimizer, global_batch, steps):
-    """Load what was saved last. Return the epochs done, and the steps done in the next one."""
+    """Load what was saved last. Return the epoch to begin with and its steps done. Collective."""
     path, state = args.checkpoint, None
     if path and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()  # if we cannot write there, this raises
         try:
-            if path.exists():
-                state = torch.load(path, map_location="cpu")
+            state = torch.load(path, map_location="cpu") if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} is damaged: delete it, or use another name. {error!r}")
+    # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
+    # NCCL, it passes through the GPUs' memory: right for a few GB that fit there beside the model.
+    # For more, use torch.distributed.checkpoint, with which each rank reads its own part.
     box = [state]
-    # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.)
     dist.broadcast_object_list(box, src=0)
-    state = box[0]
-    if state is None:
-        return 0, 0
-    ours, theirs = data_flags(args), state.get("data")
-    if ours != theirs:  # in another order, the position means nothing
-        sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: use another name")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    epochs_done, samples_done = state["position"]
-    # Where the global batch has changed, this rounds up, so that no sample is used twice.
-    steps_done = min(steps, math.ceil(samples_done / global_batch))
-    log(args, resumed=f"from {path}", epochs_done=epochs_done, steps_done=steps_done)
-    return epochs_done, steps_done
+    epoch = steps_done = 0
+    if state := box[0]:
+        ours, theirs = data_flags(args), state.get("data")
+        if ours != theirs:  # in another order, the position means nothing
+            sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: use another name")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        epoch, samples_done = state["position"]
+        # Where the global batch has changed, this rounds up, so that no sample is used twice.
+        steps_done = min(steps, math.ceil(samples_done / global_batch))
+        log(args, resumed=f"from {path}", epoch=epoch + 1, step=steps_done)
+    return epoch, steps_done
+
+
+def positive(kind, or_zero=False):
+    """Return a type for argparse, whose errors read `invalid positive int value: '-1'`."""
+
+    def parse(text):
+        value = kind(text)
+        if not (value > 0 or (or_zero and value == 0)):  # nan is neither
+            raise ValueError
+        return value
+
+    parse.__name__ = f"{'non-negative' if or_zero else 'positive'} {kind.__name__}"
+    return parse
 
 
 def parse_args():
     """Return the flags. A mistake ends the process with a line that names it, and exit code 2."""
-    parser = argparse.ArgumentParser(
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--epochs", type=int, default=3, metavar="N", help="0 evaluates and exits")
-    add("--batch-size", type=int, default=128, metavar="N", help="samples per forward pass")
-    add("--accum-steps", type=int, default=1, metavar="N", help="forward passes per step")
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    add, count, rate = parser.add_argument, positive(int), positive(float)
+    add("--epochs", type=positive(int, or_zero=True), default=3, metavar="N", help="0: only test")
+    add("--batch-size", type=count, default=128, metavar="N", help="samples per forward pass")
+    add("--accum-steps", type=count, default=1, metavar="N", help="forward passes per step")
+    add("--lr", type=rate, default=3e-3, help="peak learning rate")
     add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
-    add("--clip-grad-norm", type=float, default=0, help="limit; 0 is off")
+    add("--clip-grad-norm", type=positive(float, or_zero=True), default=0, help="limit; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of training; tests are fp32")
     add("--sync", choices=CAPACITIES, default="bucketed", help="how to average gradients")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
-    add("--train-size", type=int, metavar="N", help="the first N training images; None is all")
-    add("--seed", type=int, default=0, help="of weights, order, synthetic images")
+    add("--train-size", type=count, metavar="N", help="the first N training images; None is all")
+    add("--seed", type=positive(int, or_zero=True), default=0, help="of weights, order, images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")
-    add("--timeout", type=float, default=300, help="seconds a collective may wait")
-    add("--log-interval", type=int, default=20, metavar="N", help="steps between reports")
+    add("--timeout", type=rate, default=300, help="seconds a collective may wait")
+    add("--log-interval", type=count, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
-    add("--save-every", type=int, default=0, metavar="N", help="steps; 0: only after each epoch")
+    add("--save-every", type=rate, default=math.inf, metavar="N", help="steps between saves in an epoch")
     args = parser.parse_args()
-    may_be_zero = ("epochs", "clip_grad_norm", "seed", "save_every")
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or (value == 0 and name in may_be_zero)):
-            parser.error(f"--{name.replace('_', '-')} {value}: give a positive number")
-    if args.save_every and not args.checkpoint:
+    if args.save_every < math.inf and not args.checkpoint:
         parser.error("--save-every needs --checkpoint FILE")
     return args
 

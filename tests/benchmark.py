@@ -53,7 +53,7 @@ def endless_batches(data, indices, device, args):
     """Yield full batches without end, in epochs of a hundred, however many images there are."""
     endless = cycle(indices)
     while True:
-        yield from train_ddp.load_batches(data, list(islice(endless, 100 * args.batch_size)), device, args)
+        yield from train_ddp.load(data, list(islice(endless, 100 * args.batch_size)), device, args)
 
 
 def script_step(way, train_set, indices, device, args):
@@ -63,10 +63,10 @@ def script_step(way, train_set, indices, device, args):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), fused=True)
     if way in SYNCS:
         averager = train_manual_ddp.GradientAverager(model, way.split()[1])
-        return lambda: train_manual_ddp.train_step(model, averager, optimizer, args.lr, batches, args)
+        return lambda: train_manual_ddp.train_step(model, averager, optimizer, args.lr, batches, device, args)
     model.no_sync = contextlib.nullcontext  # DDP has one of its own
     ddp = model if way == LIMIT else DistributedDataParallel(model, gradient_as_bucket_view=way == SCRIPT)
-    return lambda: train_ddp.train_step(ddp, optimizer, args.lr, batches, args)
+    return lambda: train_ddp.train_step(ddp, optimizer, args.lr, batches, device, args)
 
 
 def rate(text):

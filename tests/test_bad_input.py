@@ -14,11 +14,19 @@ from torchvision.datasets import MNIST
 
 import train_ddp
 
-ZERO = ("--accum-steps 0", "--train-size 0", "--log-interval 0", "--lr 0.0", "--timeout 0.0")
-NEGATIVE = ("--epochs -1", "--seed -1", "--save-every -1", "--train-size -1", "--clip-grad-norm -1.0")
-MISTAKES = {flag: f"{flag}: give a positive number" for flag in (*ZERO, *NEGATIVE, "--lr nan")} | {
+POSITIVE = {
+    "positive int": ("--accum-steps 0", "--train-size 0", "--log-interval 0", "--train-size -1"),
+    "non-negative int": ("--epochs -1", "--seed -1"),
+    "positive float": ("--lr 0.0", "--timeout 0.0", "--save-every 0", "--save-every -1", "--lr nan"),
+    "non-negative float": ("--clip-grad-norm -1.0",),
+}
+MISTAKES = {
+    flag: f"argument {flag.split()[0]}: invalid {kind} value: '{flag.split()[1]}'"
+    for kind, flags in POSITIVE.items()
+    for flag in flags
+} | {
     "--check ck.pt": "unrecognized arguments: --check ck.pt",
-    "--batch-size many": "argument --batch-size: invalid int value: 'many'",
+    "--batch-size many": "argument --batch-size: invalid positive int value: 'many'",
     "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     "--save-every 5": "--save-every needs --checkpoint FILE",
     "--batch-size 70000": "a step takes 70000 of 600 samples: lower --batch-size",
@@ -61,11 +69,10 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_is_not_saved(script, sma
     with Ranks(script, *flags, "--lr", 1e9) as ranks:
         assert ranks.wait() == [1, 1]
         first, second = re.findall(r"(?m)^step \d: the loss is not finite: try a lower --lr.*", ranks.output())
-        assert first == second
+        assert first == second and not (tmp_path / "ck.pt").exists()
     # The loss of the only step is finite, but with the weights after it, that of the test images is not.
     line = fail(script, *flags, "--train-size", 64, "--lr", 1e25, nproc=2)
     assert line.startswith("the test: the loss is not finite: try a lower --lr")
-    assert not (tmp_path / "ck.pt").exists()
 
 
 def with_an_aborted_all_reduce(*command):

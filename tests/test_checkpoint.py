@@ -12,7 +12,6 @@ import signal
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, outcome, run_script, torchrun, weights
 from soak import disturb
 from torch.utils.data import TensorDataset
@@ -59,29 +58,29 @@ def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
-def stopped_in(owner, name, call, *command):
+def signalled_in(owner, name, call, number, *command):
     """Run a script whose rank 1 gets a signal in the n-th `call` of a method."""
     method, calls = getattr(owner, name), itertools.count(1)
 
     def signalled(self, *args, **kwargs):
         if next(calls) == call and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
         return method(self, *args, **kwargs)
 
     setattr(owner, name, signalled)
     run_script(*command)
 
 
-AT_THE_END_OF_AN_EPOCH = (torch.optim.AdamW, "step", 10, "epoch 1  step 10 ", "epochs_done 0  steps_done 10")
-WHILE_EVALUATING = (torch.nn.Module, "eval", 1, "epoch 2  step 1 ", "epochs_done 1  steps_done 1\n")
+AT_THE_END_OF_AN_EPOCH = (torch.optim.AdamW, "step", 10, "epoch 1  step 10 ", "  epoch 1  step 10\n")
+WHILE_EVALUATING = (torch.nn.Module, "eval", 1, "epoch 2  step 1 ", "  epoch 2  step 1\n")
 
 
 @pytest.mark.parametrize(("owner", "name", "call", "last", "after"), [AT_THE_END_OF_AN_EPOCH, WHILE_EVALUATING])
 def test_a_stop_between_epochs(owner, name, call, last, after, saving, undisturbed, tmp_path):
-    output = finish(stopped_in, owner, name, call, DDP, *saving)
+    output = finish(signalled_in, owner, name, call, signal.SIGUSR1, DDP, *saving)
     assert re.search(rf"{last}.*\n{STOPPED}", output)
     fewer = finish(DDP, *saving, "--epochs", 1)  # than it has done, or as many
-    assert after in fewer and "  step " not in fewer
+    assert after in fewer and "  loss " not in fewer
     assert ("epoch 1  test_loss " in fewer) == (call == 10)
     metrics = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert all(entry.get("samples_per_second", 1) > 0 for entry in metrics)
@@ -89,10 +88,20 @@ def test_a_stop_between_epochs(owner, name, call, last, after, saving, undisturb
     assert weights(finish(DDP, *saving)) == outcome(undisturbed / "m.jsonl")[-1]["weights_sha256"]
 
 
+def test_a_run_that_was_killed_in_its_last_test_or_has_ended_only_tests(saving, undisturbed):
+    with Ranks(signalled_in, torch.nn.Module, "eval", 2, signal.SIGKILL, DDP, *saving) as ranks:
+        assert ranks.wait() == [1, -signal.SIGKILL] and "epoch 2  step 10 " in ranks.output()
+    test, sha256 = outcome(undisturbed / "m.jsonl")[-2:]
+    for nproc in (2, 1, 3):  # of which the first one ends
+        again = finish(MANUAL, *saving, nproc=nproc)
+        assert f"epoch 2  test_loss {float(test['test_loss']):.4g}  " in again and "  loss " not in again
+        assert weights(again) == sha256["weights_sha256"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_weights_that_are_not_finite_are_not_saved_after_a_step_nor_at_a_stop(script, flags, tmp_path):
     flags = (*flags, "--lr", 1e39, "--checkpoint", tmp_path / "ck.pt")
-    stopped = (stopped_in, torch.optim.AdamW, "step", 1, script, *flags)
+    stopped = (signalled_in, torch.optim.AdamW, "step", 1, signal.SIGUSR1, script, *flags)
     for command in ((script, *flags, "--save-every", 1), stopped):
         with Ranks(*command) as ranks:
             assert ranks.wait()[0] == 1
@@ -125,8 +134,8 @@ def test_ctrl_c_twice_and_signals_without_a_checkpoint(flags, saving):
 
 
 def spied(folder, *command):
-    """Run a script; note the indices of the images that this rank trains on; let its model drop out."""
-    getitem, forward = TensorDataset.__getitem__, torch.nn.Linear.forward
+    """Run a script; note the indices of the images that this rank trains on."""
+    getitem = TensorDataset.__getitem__
 
     def noted(self, indices):
         if len(self) == 320:
@@ -135,7 +144,6 @@ def spied(folder, *command):
         return getitem(self, indices)
 
     TensorDataset.__getitem__ = noted
-    torch.nn.Linear.forward = lambda self, x: forward(self, F.dropout(x, training=self.training))
     run_script(*command)
 
 
@@ -144,7 +152,7 @@ def spied(folder, *command):
     [(signal.SIGUSR1, SCRIPTS, 1), (signal.SIGTERM, SCRIPTS[::-1], 3), (signal.SIGUSR1, SCRIPTS[::-1], 2)],
 )
 def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, after, flags, tmp_path):
-    """Another number of processes uses no sample twice. The same one ends on the same weights, dropout or not."""
+    """Another number of processes uses no sample twice. The same one ends on the same weights."""
     before, twin = ((spied, tmp_path, script, *flags, "--epochs", 1) for script in scripts)
     path = tmp_path / "new" / "folder" / "ck.pt"  # which it makes
     with Ranks(*before, "--checkpoint", path) as ranks:
@@ -157,7 +165,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
     done = -(-used // batch)
     assert done < steps, "not saved where it stopped"
     output = finish(*twin, "--checkpoint", path, nproc=after)
-    assert f" steps_per_epoch {steps}\n" in output and f"epochs_done 0  steps_done {done}\n" in output
+    assert f" steps_per_epoch {steps}\n" in output and f"  epoch 1  step {done}\n" in output
     read = [int(line) for path in tmp_path.glob("rank*") for line in path.read_text().split()]
     order = torch.randperm(320, generator=torch.Generator().manual_seed(0)).tolist()  # torch's, of epoch 0
     assert sorted(read) == sorted(order[:used] + order[done * batch : steps * batch])
@@ -193,6 +201,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_old_file_which_goes_on(undistur
         resource.prlimit(ranks.pids()[0], resource.RLIMIT_FSIZE, (100_000_000, 100_000_000))  # in bytes
         assert 0 not in ranks.wait() and "File too large" in ranks.output()
     again = finish(MANUAL, *flags, nproc=1)
-    assert "epochs_done 2  steps_done 0\n" in again and "  step " not in again and "  test_samples 101\n" in again
+    assert "  epoch 2  step 20\nepoch 2  test_loss " in again and "  loss " not in again
     more = finish(DDP, *flags, "--epochs", 3, "--lr", 0.001, "--batch-size", 40, nproc=1)
-    assert "steps_per_epoch 8\n" in more and "epoch 3  step 8 " in more and "epoch 2  " not in more
+    assert "steps_per_epoch 8\n" in more and "epoch 3  step 8 " in more and "epoch 2  step 8  lr " not in more

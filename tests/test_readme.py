@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from cluster import TOOLS, Slurm, require
-from conftest import DDP, ROOT, SCRIPTS, Ranks, finish, in_dir, run, weights, write_mnist
+from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, in_dir, run, torchrun, weights, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -26,9 +26,9 @@ SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in lin
 ELSEWHERE = (TESTS, *LADDER[1:], *PORT, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
 (CURVE,) = [lesson for lesson in LESSONS if "matplotlib" in lesson]
-FILES, EXAMPLE = [lesson for lesson in LESSONS if "def load_batches" in lesson]
-QUOTED = [lesson for lesson in LESSONS if re.match(" +(for buffer|if rank)", lesson)]
-ONE, MANY = ((ROOT / "tests" / "lesson" / name).read_text() for name in ("one_gpu.py", "many_gpus.py"))
+(EXAMPLE,) = [lesson for lesson in LESSONS if "def load_data" in lesson]
+QUOTED = [lesson for lesson in LESSONS if re.match(" +(for buffer|if rank == 0 and)", lesson)]
+ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / f"{name}.py").read_text() for name in ("one_gpu", "many_gpus", "own_loop"))
 FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see the README's trouble with workers
 SHORT = "--train-size 64 --batch-size 8"
 WORDS = {  # what a command begins with: flags that make it short, and what it prints
@@ -92,7 +92,7 @@ def test_the_first_diff_and_its_check(copy, tmp_path):
     write_mnist(tmp_path / "data", train_size=2048)
     shutil.copytree(copy / "tests" / "lesson", tmp_path / "tests" / "lesson")
     assert fenced("diff") == ["".join([*difflib.unified_diff(ONE.splitlines(True), MANY.splitlines(True), n=99)][3:])]
-    for text in (MANY, README, *((ROOT / script).read_text() for script in SCRIPTS)):
+    for text in (MANY, OWN, README, *((ROOT / script).read_text() for script in SCRIPTS)):
         assert {*re.findall(r"(?:# |\*\*)([1-7])\. \w", text)} == {*"1234567"}
     accuracies = []
     for command in LADDER[1:] + PORT:
@@ -116,22 +116,29 @@ def test_flags_that_are_named_exist():
     assert named - ours <= {*others.split()}
 
 
-def test_the_example_of_a_model_of_your_own(tmp_path):
-    hashes, example = set(), EXAMPLE.replace('"fork"', f'"{FORK}"')
+def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
+    """Workers outlive torchrun's SIGTERM until their rank has saved, and the twin ends on the quiet run's weights."""
     for script in SCRIPTS:
         source = (ROOT / script).read_text()  # of two definitions, the later one counts
-        (tmp_path / script).write_text(source.replace("\nif __name__ ==", f"\n{example}\nif __name__ =="))
-        output = finish(tmp_path / script, "--epochs", 1, "--batch-size", 250)
-        assert "  test_samples 500\n" in output
-        hashes.add(weights(output))
-    assert len(hashes) == 1
-    files = FILES.replace("4,", f'4, multiprocessing_context="{FORK}",')
-    (tmp_path / DDP).write_text((tmp_path / DDP).read_text().replace("\nif __name__ ==", f"\n{files}\nif __name__ =="))
-    assert "  test_samples 500\n" in finish(tmp_path / DDP, "--epochs", 0, nproc=1)
+        source = source.replace("\nif __name__ ==", f"\n{EXAMPLE}\nif __name__ ==")
+        call = re.search(r"(?m)^    # return DataLoader\(.*\n    # .*\n", source)[0]
+        source = source.replace(call, call.replace("    # ", "    "))
+        (tmp_path / script).write_text(source.replace('"fork"', f'"{FORK}"').replace("num_workers=4", "num_workers=1"))
+    flags = ("--epochs", 1, "--batch-size", 16, "--log-interval", 1)
+    quiet = run([*torchrun(2), tmp_path / DDP, *flags])
+    assert "  test_samples 101\n" in quiet.stdout, quiet.stderr
+    flags += ("--checkpoint", tmp_path / "ck.pt")
+    with Background(*torchrun(2), tmp_path / DDP, *flags, log=tmp_path / "log") as job:
+        job.wait_for("step 2 ")
+        job.process.terminate()
+        job.wait()
+        assert "stopped by a signal" in job.output() and "step 20 " not in job.output()
+    resumed = run([*torchrun(2), tmp_path / MANUAL, *flags])
+    assert weights(resumed.stdout) == weights(quiet.stdout), resumed.stderr
 
 
 def test_a_curve(tmp_path, monkeypatch):
-    (tmp_path / "m.jsonl").write_text('{"epochs": 1}\n' + 2 * '{"epoch": 1, "step": 20, "loss": 0.5}\n')
+    (tmp_path / "m.jsonl").write_text('{"world_size": 2}\n' + 2 * '{"epoch": 1, "step": 20, "loss": 0.5}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     values = {}
@@ -151,8 +158,8 @@ LEFT_OUT = [  # what is taken out of train_ddp.py, what takes its place, and wha
     ("DistributedDataParallel(model, gradient_as_bucket_view=True)", "model", DIFFERENT),
     ("sampler.set_epoch(epoch)", "pass", "the same order in both epochs"),
     ("dist.broadcast(buffer, src=0)", "pass", DIFFERENT),
-    ('sum_over_ranks([loss, correct, count], device, "the test")', "loss.item(), 0, count", "images were counted"),
-    ("if rank == 0:  # 7.", "if True:  # 7.", "'ck.pt.tmp' -> 'ck.pt'"),
+    ('sum_over_ranks_or_exit([loss, correct, count], device, "the test")', "loss.item(), 0, count", "were counted"),
+    ("if rank == 0 and (save_now or stop):", "if save_now or stop:", "'ck.pt.tmp' -> 'ck.pt'"),
 ]
 
 

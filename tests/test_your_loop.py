@@ -4,6 +4,7 @@ import random
 import re
 import signal
 import textwrap
+import time
 from itertools import islice
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MANUAL, ROOT, Background, Ranks, finish, run, torchrun
-from test_readme import LESSONS, MANY, README
+from conftest import MANUAL, ROOT, Background, Ranks, finish, in_dir, run, run_script, torchrun, write_mnist
+from test_readme import LESSONS, MANY, OWN, README
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -42,6 +43,50 @@ def test_what_most_loops_need_next(train_many, tmp_path):
     output, resumed = train_many(RESUMING)
     assert "epoch 1" not in output
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+@pytest.fixture
+def own_loop(tmp_path):
+    """Return a function that makes a folder with own_loop.py, data, and no workers; it returns the command."""
+
+    def own_loop(name, *changes):
+        source, folder = OWN.replace("WORKERS = 32, 2", "WORKERS = 32, 0"), tmp_path / name
+        for old, new in changes:
+            assert old in source
+            source = source.replace(old, new)
+        write_mnist(folder / "data", train_size=1024)
+        (folder / "own.py").write_text(source)
+        return in_dir, folder, run_script, folder / "own.py"
+
+    return own_loop
+
+
+def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop, tmp_path):
+    quiet, killed, rng = own_loop("quiet"), own_loop("killed"), random.Random(0)
+    lines = re.findall("epoch .*", finish(*quiet))
+    assert [line[:9] for line in lines] == [f"epoch {epoch}: " for epoch in range(1, 7)]
+    output = ""
+    for moment in (r"\d/16 \[", "epoch .: ", "epoch .: "):  # in the first epoch's bar; after the next one that ends
+        with Ranks(*killed) as ranks:
+            ranks.wait_for(moment)
+            time.sleep(rng.uniform(0, 0.1))  # in which it saves, and trains again
+            ranks.kill(rng.randrange(2))
+            ranks.wait()
+            output += ranks.output()
+    output += finish(*killed)
+    assert sorted({*re.findall("epoch .*", output)}) == lines
+    for name in ("best.pt", "last.pt"):
+        ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("killed", "quiet"))
+        assert ours["progress"] == theirs["progress"]
+        torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    assert "epoch " not in finish(*killed)  # it has ended
+
+
+def test_own_loop_stops_early_and_stays_so(own_loop, tmp_path):
+    early = own_loop("early", ("accuracy > best", "epoch < 2"))
+    assert re.findall(r"epoch (\d): ", finish(*early)) == [*"1234"]
+    assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [2, 4]
+    assert "epoch " not in finish(*early)
 
 
 STOPS = MANY.replace("    if rank == 0:  # 7", f"{STOPPING}    if rank == 0:  # 7")
