@@ -28,7 +28,8 @@ LESSONS = fenced("python")
 (CURVE,) = [lesson for lesson in LESSONS if "matplotlib" in lesson]
 (EXAMPLE,) = [lesson for lesson in LESSONS if "def load_data" in lesson]
 QUOTED = [lesson for lesson in LESSONS if re.match(" +(for buffer|if rank == 0 and)", lesson)]
-ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / f"{name}.py").read_text() for name in ("one_gpu", "many_gpus", "own_loop"))
+LESSON_FILES = ("one_gpu.py", "many_gpus.py", "own_loop.py")
+ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / name).read_text() for name in LESSON_FILES)
 FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see the README's trouble with workers
 SHORT = "--train-size 64 --batch-size 8"
 WORDS = {  # what a command begins with: flags that make it short, and what it prints
