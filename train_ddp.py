@@ -49,7 +49,7 @@ def main(args):
     """Train and test. With --checkpoint, save before each test and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
     train_set, test_set = load_data(args, rank, local_rank, device)  # collective
-    # 3. Split the data: all ranks shuffle identically, and each of the W takes every W-th sample.
+    # 3. Split the data: all ranks shuffle identically, and each of W ranks takes every W-th sample.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     samples_per_rank = args.batch_size * args.accum_steps  # in one optimizer step
     global_batch = world_size * samples_per_rank
@@ -60,7 +60,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -84,20 +84,20 @@ def main(args):
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
-            stop, last = False, step == steps
-            save_now = last or step % args.save_every == 0
-            if save_now or step % args.log_interval == 0:  # before a save: it ends a run gone wrong
+            save_now, stop = step == steps or step % args.save_every == 0, False
+            # Report before each save, too: a loss that is not finite ends the run here, unsaved.
+            if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
-                loss, stop = sum_over_ranks_or_exit(numbers, device, f"step {step}")  # collective
+                total, stop = sum_over_ranks_or_exit(numbers, device, f"step {step}")  # collective
                 speed = len(losses) * global_batch / (time.perf_counter() - start)
-                values = {"lr": lr, "loss": loss / world_size, "samples_per_second": speed}
+                values = {"lr": lr, "loss": total / world_size, "samples_per_second": speed}
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                samples_done = len(train_set) if last else step * global_batch
+                samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
-            if stop:  # on all ranks alike: no `break` goes inside an `if rank == 0`
+            if stop:  # on all ranks alike, and so outside of any `if rank == 0`
                 log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                 return
         log(args, epoch=epoch + 1, **evaluate(model, test_set, device, args))  # 6., collective
@@ -151,7 +151,7 @@ def train_step(ddp, optimizer, lr, batches, device, args):
         mean_loss += loss.detach()
     if args.clip_grad_norm:  # the averages are clipped, in the same way on all ranks
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), args.clip_grad_norm)
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # one rate for all parameters
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
@@ -186,7 +186,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`, whose first forward pass is a collective: a rank without images would miss it.
+        # Not `ddp`, whose first forward pass copies buffers: a rank without images would miss it.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
@@ -210,8 +210,8 @@ def equal_weights_sha256(model):
     return hashes[0]
 
 
-# The lesson ends here. Replace the next functions to use your own model and data. The loss is in
-# `train_step` and in `evaluate`.
+# The lesson ends here. For a model and data of your own, replace `build_model`, `load_data` and
+# `data_flags`. The loss is in `train_step` and in `evaluate`, and the optimizer in `main`.
 
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
@@ -250,6 +250,11 @@ def load_data(args, rank, local_rank, device):
         labels = torch.as_tensor(labels[:size], device=device)
         datasets.append(TensorDataset((images - PIXEL_MEAN) / PIXEL_STD, labels))
     return datasets
+
+
+def data_flags(args):
+    """Return what decides which sample is where: with other flags, a run must not be resumed."""
+    return f"--dataset {args.dataset} --train-size {args.train_size} --seed {args.seed}"
 
 
 def load(dataset, indices, device, args):
@@ -359,15 +364,11 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-def data_flags(args):
-    return f"--dataset {args.dataset} --train-size {args.train_size} --seed {args.seed}"
-
-
 def save_checkpoint(args, model, optimizer, epoch, samples_done):
     """Replace the file of --checkpoint: at any moment it is whole, the old one or the new one."""
     if not args.checkpoint:
         return
-    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+    if not all(p.isfinite().all() for p in model.parameters()):
         sys.exit("the weights are not finite, and were not saved: try a lower --lr")
     state = {
         "model": model.state_dict(),
@@ -392,7 +393,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         try:
             state = torch.load(path, map_location="cpu") if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything
-            sys.exit(f"--checkpoint {path} is damaged: delete it, or use another name. {error!r}")
+            sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
     # NCCL, it passes through the GPUs' memory: right for a few GB that fit there beside the model.
     # For more, use torch.distributed.checkpoint, with which each rank reads its own part.
@@ -446,7 +447,7 @@ def parse_args():
     add("--log-interval", type=count, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
-    add("--save-every", type=rate, default=math.inf, metavar="N", help="steps between saves in an epoch")
+    add("--save-every", type=rate, default=math.inf, metavar="N", help="N steps; inf: epochs only")
     args = parser.parse_args()
     if args.save_every < math.inf and not args.checkpoint:
         parser.error("--save-every needs --checkpoint FILE")

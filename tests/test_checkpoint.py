@@ -175,8 +175,8 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
 @pytest.mark.parametrize(
     ("size", "other", "line"),
     [
-        (5_000_000, (), "ck.pt is damaged: delete it, or use another name"),
-        (0, (), "ck.pt is damaged: delete it, or use another name"),
+        (5_000_000, (), "ck.pt cannot be read: move it, or use another name"),
+        (0, (), "ck.pt cannot be read: move it, or use another name"),
         (None, ("--seed", 1), "ck.pt is of a run with --dataset mnist --train-size 320 --seed 0, not --dataset mnist"),
         (None, ("--dataset", "synthetic"), "--seed 0, not --dataset synthetic --train-size 320 --seed 0: use another"),
     ],

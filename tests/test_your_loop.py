@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MANUAL, ROOT, Background, Ranks, finish, in_dir, run, run_script, torchrun, write_mnist
+from conftest import MANUAL, ROOT, Background, Ranks, fail, finish, in_dir, run, run_script, torchrun, write_mnist
 from test_readme import LESSONS, MANY, OWN, README
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +77,7 @@ def killed_in_a_save(call, function, *arguments):
 
 
 def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop, tmp_path):
-    quiet, killed = own_loop("quiet"), own_loop("killed")
+    quiet, killed = (own_loop(name, ("SEED = 6, 2", "SEED = 6, 6")) for name in ("quiet", "killed"))
     lines = re.findall("epoch .*", finish(*quiet))
     assert [line[:9] for line in lines] == [f"epoch {epoch}: " for epoch in range(1, 7)]
     output = ""
@@ -104,6 +104,15 @@ def test_own_loop_stops_early_and_stays_so(own_loop, tmp_path):
     assert re.findall(r"epoch (\d): ", finish(*early)) == [*"1234"]
     assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [2, 4]
     assert "epoch " not in finish(*early)
+
+
+def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop, tmp_path):
+    one_epoch = ("EPOCHS, PATIENCE, SEED = 6", "EPOCHS, PATIENCE, SEED = 1")
+    finish(*own_loop("own", one_epoch))
+    longer, diverged = own_loop("longer"), own_loop("diverged", ("0.01, 1.0", "1e30, 1.0"))
+    (tmp_path / "longer" / "last.pt").symlink_to(tmp_path / "own" / "last.pt")
+    assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1024], not [6, 0, 32, " in fail(*longer, nproc=2)
+    assert "epoch 1: the loss is not finite" in fail(*diverged, nproc=2) and not [*tmp_path.glob("diverged/*.pt")]
 
 
 STOPS = MANY.replace("    if rank == 0:  # 7", f"{STOPPING}    if rank == 0:  # 7")

@@ -1,4 +1,4 @@
-"""A loop to copy and to change. It has what most loops have, and resumes from last.pt.
+"""A loop to copy and to change. It has what most loops have, and resumes after its last epoch.
 
     torchrun --standalone --nproc-per-node=2 own_loop.py
 
@@ -6,7 +6,9 @@ The comments 1 to 7 are the seven changes that make it distributed, as in many_g
 """
 
 import contextlib
+import math
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -28,34 +30,36 @@ dist.init_process_group("nccl" if cuda else "gloo")  # 2. join the process group
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
-test_set = MNIST("data", train=False, transform=ToTensor())
+val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
 # 3. split the data
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-share = range(rank, len(test_set), world_size)  # for the test, as the sampler would repeat images
+share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-options["multiprocessing_context"] = "fork" if WORKERS else None  # others run this file once more
+options["multiprocessing_context"] = "fork" if WORKERS else None  # "spawn" would run all of this
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
-test_loader = DataLoader(test_set, sampler=share, **options)
+val_loader = DataLoader(val_set, sampler=share, **options)
 
 torch.manual_seed(SEED)
 layers = [nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten()]
 model = nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(576, 10)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-# In optimizer steps. With more processes there are fewer, as len(train_loader) is smaller.
-steps = EPOCHS * (len(train_loader) // ACCUM_STEPS)
+steps = EPOCHS * (len(train_loader) // ACCUM_STEPS)  # of the optimizer, the fewer the more ranks
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps)
-first_epoch, best, patience = 0, 0.0, PATIENCE
+first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: higher is better
+settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
 
-# Only rank 0 looks for the file, and sends what is in it: all ranks resume, or none does.
-box = [None]
-if rank == 0 and os.path.exists("last.pt"):
-    box = [torch.load("last.pt", map_location="cpu")]
-dist.broadcast_object_list(box, src=0)
+exists = rank == 0 and os.path.exists("last.pt")
+box = [torch.load("last.pt", map_location="cpu") if exists else None]
+dist.broadcast_object_list(box, src=0)  # all ranks resume from what rank 0 has found, or none does
 if state := box[0]:
+    if state["settings"] != settings:  # the schedule would be another one
+        sys.exit(f"last.pt is of a run with {state['settings']}, not {settings}: move it away")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     first_epoch, best, patience = state["progress"]
+    if rank == 0:
+        print(f"resumed from last.pt, epochs done: {first_epoch}, best accuracy {best:.2%}")
 ddp = DistributedDataParallel(model)  # 4. start from equal weights and average the gradients
 
 for epoch in range(first_epoch, EPOCHS):
@@ -63,21 +67,21 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Dropout and augmentation: without `rank`, all ranks would draw the same numbers; without
-    # `epoch`, a resumed run would draw those of its first epochs again.
-    torch.manual_seed(SEED + epoch * world_size + rank)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # losses, samples, hits in the test
-    for i, (images, labels) in enumerate(tqdm(train_loader, leave=False, disable=rank != 0), 1):
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        complete = i % ACCUM_STEPS == 0
+    # Dropout and augmentation draw other numbers on each rank, and the same in a resumed run.
+    torch.manual_seed(hash((SEED, epoch, rank)))
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
+    for i, batch in enumerate(tqdm(train_loader, leave=False, disable=rank != 0), start=1):
+        images, labels = (part.to(device, non_blocking=True) for part in batch)
+        complete = i % ACCUM_STEPS == 0  # before, gradients add up on this rank, and are not sent
         with contextlib.nullcontext() if complete else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
                 logits = ddp(images)  # 4. again: model(images) would average nothing
+            # A mean over equally many samples on each rank; for masks, see the README.
             loss = nn.functional.cross_entropy(logits.float(), labels)
             (loss / ACCUM_STEPS).backward()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += len(labels)
+        loss_sum += loss.detach() * len(labels)
+        samples += len(labels)
         if complete:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)  # of the averages
             optimizer.step()
@@ -89,18 +93,21 @@ for epoch in range(first_epoch, EPOCHS):
     for buffer in model.buffers():  # BatchNorm's statistics differ by rank: all take those of rank 0
         dist.broadcast(buffer, src=0)
     with torch.no_grad():
-        for images, labels in test_loader:
-            sums[2] += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
+        for images, labels in val_loader:
+            hits += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
     dist.all_reduce(sums)  # 6. evaluate together: sums over all ranks first, and then the division
-    loss, accuracy = (sums[0] / sums[1]).item(), sums[2].item() / len(test_set)
+    loss, accuracy = loss_sum.item() / samples.item(), hits.item() / len(val_set)
+    if not math.isfinite(loss):  # on all ranks, and before it is saved
+        sys.exit(f"epoch {epoch + 1}: the loss is not finite: try a lower LR")
     improved = accuracy > best
     best, patience = (accuracy, PATIENCE) if improved else (best, patience - 1)
     if rank == 0:  # 7. let one rank write, and let all ranks decide: no `break` in here
         print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"scheduler": scheduler.state_dict(), "progress": (epoch + 1, best, patience)}
+        state |= {"scheduler": scheduler.state_dict(), "settings": settings}
+        state["progress"] = (epoch + 1, best, patience)
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, "new.tmp")
-            os.replace("new.tmp", name)  # at any moment, the file is the old one or the new one
+            os.replace("new.tmp", name)  # whenever it is killed, the file is an old or a new one
 del ddp  # as it uses the process group, which ends here
 dist.destroy_process_group()
