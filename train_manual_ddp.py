@@ -461,8 +461,9 @@ def log(args, **values):
 
 def refuse_silent_mistakes():
     """Exit if the way in which this process was started would fail without a message."""
-    # The shell of `srun --pty` is one task, whatever the number of tasks.
-    alone = "SLURM_PTY_PORT" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    # A shell of `srun --pty` is task 0. The other tasks have no terminal, and end at once.
+    shell = "SLURM_PTY_PORT" in os.environ and os.environ["SLURM_PROCID"] == "0"
+    alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or shell
     if "RANK" not in os.environ and not alone:
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
