@@ -71,7 +71,8 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
-    for i, batch in enumerate(tqdm(train_loader, leave=False, disable=rank != 0), start=1):
+    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: in no file
+    for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # before, gradients add up on this rank, and are not sent
         with contextlib.nullcontext() if complete else ddp.no_sync():
