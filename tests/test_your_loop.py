@@ -156,7 +156,8 @@ def test_are_the_weights_equal(passes, train_many):
 
 @pytest.mark.parametrize(("debug", "words"), [("OFF", "Timed out waiting"), ("DETAIL", "Detected mismatch between")])
 def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
-    source, line, script = (ROOT / MANUAL).read_text(), "        tested = evaluate(", tmp_path / MANUAL
+    source, line, script = (ROOT / MANUAL).read_text(), "        log(args, epoch=epoch + 1, **eval", tmp_path / MANUAL
+    assert line in source
     script.write_text(source.replace(line, f"        if rank == 0: dist.all_reduce(torch.ones(1))\n{line}"))
     flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
     result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
