@@ -1,0 +1,641 @@
+"""Run a training script as it is, compare its ranks, and say what goes wrong in silence.
+
+    torchrun --standalone --nproc-per-node=2 tests/doctor.py train.py --its --flags
+    ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
+
+This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
+(those of all optimizers count) and at the end. A `mistake` is certain; a `suspicion` may be meant
+so. Rank 0 prints, on stderr, and exits with code 1 if anything was found, of which torchrun then
+makes a report of its own. A collective that waits longer than --timeout (20 s, unless the script
+has a limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
+
+It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
+all-reduced, or ids in it; BatchNorm's statistics at an evaluation; models outside of DDP and of the
+optimizer, such as an average of the weights (EMA), and its horizon; a torch.Generator of the
+script's own, or random numbers that only a loader's workers draw; weights that differ between its
+looks only; a missing set_epoch where workers fetch a whole epoch before its first step. Parameters
+that are sharded (DTensor, FSDP2) are not compared. It does not know FSDP1, DeepSpeed, CUDA graphs
+or `Join`, and does not reach processes that the script starts by itself (mp.spawn).
+"""
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import types
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+LOOKS = {1, 2, 3, *(2**n for n in range(2, 40)), "the end"}
+IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
+LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
+
+
+def main(arguments=None):
+    """Run a script, with looks before and after functions of torch. Exit as it does, or with 1."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    finds = [look.__doc__.partition("\n")[0] for checks in CHECKS.values() for look, *_ in checks]
+    finds = "\n  ".join(["what it finds:", *finds, "ranks have waited for others in vain"])
+    parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
+    parser.add_argument("--timeout", type=float, default=20, help="seconds a collective may wait")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    args = parser.parse_args(arguments)
+    doctor = Doctor(args.timeout)
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        doctor.hook(module, "init_process_group", after=doctor.join)
+    for module in (dist, dist.distributed_c10d):
+        doctor.hook(module, "destroy_process_group", before=doctor.before_destroy)
+    doctor.hook(torch.utils.data, "random_split", after=doctor.after_split)
+    doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
+    doctor.hook(DataLoader, "__iter__", after=doctor.after_iter)
+    doctor.hook(_BaseDataLoaderIter, "__next__", after=doctor.after_next)
+    doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
+    doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
+    doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
+    register_optimizer_step_post_hook(lambda *args: doctor.safely(doctor.after_step, *args))
+    faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
+    code, error = None, KeyboardInterrupt()  # or what it becomes below
+    try:
+        run_script(args.script, args.arguments)
+        error = None
+    except SystemExit as raised:
+        code, error = raised.code, raised if raised.code else None
+    except Exception as raised:
+        code, error = 1, raised.with_traceback(raised.__traceback__.tb_next.tb_next)
+        sys.excepthook(type(error), error, error.__traceback__)  # without the lines of this file
+    finally:
+        doctor.safely(doctor.finish, error)
+    doctor.conclude()
+    sys.exit(1 if not code and doctor.said else code)
+
+
+def run_script(script, arguments):
+    """Do what `python script arguments` does."""
+    path = os.path.abspath(script)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__, module.__builtins__ = path, __builtins__
+    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(path))
+    with open(path, "rb") as file:
+        source = file.read()
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+class Doctor:
+    """What a rank has seen. References to what is the script's are weak.
+
+    The ranks talk through the key-value store by which they have met: each leaves there what it
+    sees at a place, and rank 0 compares what all have left. So the doctor adds no collective, and
+    no rank waits for another before the end.
+    """
+
+    def __init__(self, limit):
+        self.limit, self.store, self.watcher, self.process = limit, None, None, os.getpid()
+        self.rank = self.steps = self.passes = 0
+        self.ranks = range(1)
+        self.said, self.sharded = [], False
+        self.waiting = {}  # looks of rank 0 that have not been compared
+        self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
+        self.optimizers, self.states = weakref.WeakKeyDictionary(), []
+        self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self.iterators = weakref.WeakKeyDictionary()
+        self.schedules, self.splits = {}, []
+
+    def hook(self, owner, name, before=None, after=None):
+        """Replace a function by `before(...)`, itself, and `after(result, ...)`."""
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def replacement(*args, **kwargs):
+            if before and not torch.compiler.is_compiling():
+                self.safely(before, *args, **kwargs)
+            result = real(*args, **kwargs)
+            other = self.safely(after, result, *args, **kwargs) if after else None
+            return result if other is None else other
+
+        setattr(owner, name, replacement)
+
+    def safely(self, look, *args, **kwargs):
+        """No error of the doctor's own ends the script. It ends the looks."""
+        try:
+            return look(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, dist.DistError):  # rank 0 has ended, and the store with it
+                sys.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
+            self.store = None
+
+    def join(self, _, backend=None, init_method=None, timeout=None, *args, **kwargs):
+        """Begin to look, as there is a process group."""
+        self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
+        if len(self.ranks) == 1 or self.store is not None:
+            return
+        if timeout is None:  # set only now, as ranks may be late when they meet
+            set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+            set_timeout(timedelta(seconds=self.limit))
+        else:
+            self.limit = timeout.total_seconds()
+        store, number = dist.distributed_c10d._get_default_store(), next(self.number["group"])
+        self.store, self.told = dist.PrefixStore(f"doctor {number}", store), False
+        self.lines = [f"line {rank}" for rank in self.ranks]
+        self.stop = threading.Event()
+        self.watcher = threading.Thread(target=self.safely, args=[self.watch], daemon=True)
+        self.watcher.start()
+        for split in self.splits:
+            self.look(*split)
+
+    def look(self, place, key, count, *things):
+        """Let the checks of a place look at things, and leave in the store what they see."""
+        # A worker of a DataLoader has the process group of its parent, and is another process.
+        if self.store is None or count not in LOOKS or os.getpid() != self.process:
+            return
+        facts = json.dumps([look(*things) for look, *_ in CHECKS[place]])
+        if self.rank:
+            self.store.set(f"{place} {key} {count} {self.rank}", facts)
+        else:
+            when = "at the end" if count == "the end" else f"after optimizer step {self.steps}"
+            self.waiting[place, key, count] = when, facts
+            self.compare()
+
+    def compare(self):
+        """On rank 0, compare what all ranks have left."""
+        for (place, key, count), (when, facts) in list(self.waiting.items()):
+            others = [f"{place} {key} {count} {rank}" for rank in self.ranks[1:]]
+            if self.store.check(others):
+                del self.waiting[place, key, count]
+                texts = [facts, *map(self.store.get, others)]
+                for check, *ranks in zip(CHECKS[place], *map(json.loads, texts), strict=True):
+                    self.judge(*check, when, *zip(*ranks, strict=True))
+
+    def judge(self, look, compare, word, when, kinds, found):
+        names = compare(*found) if kinds.count(kinds[0]) == len(kinds) else []
+        if names:
+            what, remedy, *_ = (line.strip() for line in look.__doc__.splitlines())
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            seen = f": {', '.join(names[:3])}{more}; first seen {when}"
+            self.say(f"{word}: {what}", seen, remedy)
+
+    def say(self, what, details, *lines):
+        """On rank 0, print a finding, once."""
+        if what not in self.said:
+            self.said.append(what)
+            sys.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
+
+    def after_step(self, optimizer, args, kwargs):
+        if self.store is None:
+            return
+        self.steps += 1
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer not in self.optimizers:
+            self.meet(optimizer, params)
+        state = self.optimizers[optimizer]
+        state.steps += 1
+        state.rates = [group["lr"] for group in optimizer.param_groups]
+        self.look("optimizer", state.key, state.steps, state, params)
+        state.random = random_states() if state.steps + 1 in LOOKS else []
+
+    def meet(self, optimizer, params):
+        kind = f"{type(optimizer).__name__} {digest([[*p.shape] for p in params])}"
+        state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random=[])
+        state.draws, state.model = collections.defaultdict(list), lambda: None
+        model, state.names = owner_and_names(params)
+        wrappers = [d for d in self.wrappers if any(p is params[0] for p in d.module.parameters())]
+        state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
+        if model is not None and not wrappers:
+            state.model = weakref.ref(model)
+        self.optimizers[optimizer] = state
+        self.states.append(state)
+        self.sharded |= not all(map(has_bytes, params))
+
+    def after_wrapping(self, _, ddp, *args, **kwargs):
+        state = self.wrappers[ddp] = types.SimpleNamespace(key=next(self.number["DDP"]), passes=0)
+        state.batches, state.plain = [], [name for name, _ in plain_attributes(ddp.module)]
+
+    def before_forward(self, ddp, *inputs, **kwargs):
+        if self.store is None or not (torch.is_grad_enabled() and ddp.module.training):
+            return
+        self.passes += 1
+        state = self.wrappers[ddp]
+        state.passes += 1
+        remember(state.batches, [inputs, kwargs])
+        if dist.get_world_size(ddp.process_group) == len(self.ranks):
+            inputs = f"inputs of {type(ddp.module).__name__}"
+            self.look("batches", state.key, state.passes, inputs, state.batches)
+            self.look("tensors", state.key, state.passes, ddp.module, state)
+            self.look("buffers", state.key, state.passes, ddp.module)
+
+    def after_iter(self, _, loader):
+        for state in self.states:  # a loader draws a number, alike on all ranks
+            state.random = state.random and random_states()
+        shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
+        if torch.is_grad_enabled() and shuffles and type(loader.batch_sampler) is BatchSampler:
+            self.look("DataLoader", "", next(self.number["DataLoader"]), loader.dataset)
+
+    def after_next(self, batch, iterator):
+        """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
+        if self.store is None or not torch.is_grad_enabled():
+            return
+        if iterator not in self.iterators:
+            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, batches=[], key=None)
+        state = self.iterators[iterator]
+        remember(state.batches, batch)
+        if self.steps > state.steps and len(state.batches) <= 256:  # it is used for training
+            state.key = state.key or next(self.number["iterator"])
+            name = f"batches of {type(iterator._dataset).__name__}"
+            self.look("batches", f"loader {state.key}", len(state.batches), name, state.batches)
+
+    def after_split(self, parts, dataset, *args, **kwargs):
+        kind = [len(part) for part in parts], contents(dataset)
+        indices = digest([part.indices for part in parts])
+        self.splits.append(("random_split", "", next(self.number["split"]), kind, indices))
+        self.look(*self.splits[-1])
+
+    def after_schedule(self, _, scheduler, *args):
+        steps, world = scheduler.last_epoch, len(self.ranks)
+        length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
+        if type(scheduler) is LambdaLR:  # its length is where it comes down to 0
+            with contextlib.suppress(Exception):  # of the script's function
+                factor = scheduler.lr_lambdas[0]
+                ends = [steps // world] if steps % world == 0 else []
+                ends += [steps * world] if factor(steps) > 0.2 else []
+                length = next((end for end in ends if abs(factor(end)) < 0.01), 0)
+        self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps
+
+    def follow(self, order, sampler):
+        """Pass a sampler's order on. What is used up is looked at; a script may peek before."""
+        head, steps = list(itertools.islice(order, 1000)), self.steps
+        yield from head
+        yield from order
+        self.safely(self.after_order, sampler, head, steps, torch.is_grad_enabled())
+
+    def after_order(self, sampler, head, steps, learns):
+        again = self.steps > steps and self.orders.get(sampler) == head
+        self.orders[sampler] = head
+        name = described(sampler.dataset)
+        self.look("order", name, next(self.number[name]), sampler, again, learns)
+
+    def before_destroy(self, group=None):
+        if group in (None, dist.group.WORLD):
+            self.finish(sys.exc_info()[1])  # the script may do this in a `finally`
+
+    def finish(self, error):
+        """Take the last look: the script ends, or destroys its process group."""
+        in_vain = isinstance(error, RuntimeError) and re.search(IN_VAIN, str(error))
+        place = "" if error else "has ended"  # of an error, the script speaks itself
+        if not error:
+            self.look_at_end()
+        if self.store is not None:
+            if in_vain:
+                self.store.set("trouble", "")
+                place = script_lines(traceback.extract_tb(error.__traceback__))
+            self.tell(place)
+        if self.watcher is not None:  # a thread that outlives the interpreter may abort it
+            self.stop.set()
+            self.watcher.join()
+        if self.store is None:
+            return
+        if self.rank == 0:  # it may hold the store, and so ends last
+            self.wait_until(self.lines, self.limit + 10 if place else 0)
+            self.compare()
+            if self.store.check(["trouble"]):
+                self.explain()
+        elif in_vain:  # torchrun ends all ranks when this one ends
+            self.wait_until(["explained"], 10)
+        self.store = None
+
+    def look_at_end(self):
+        for state in self.states:
+            self.look("optimizer", state.key, "the end", state, [])
+            # Without DDP, buffers may be made equal now and then, so only the last of them count.
+            if (model := state.model()) is not None:
+                self.look("buffers", state.key, "the end", model)
+        self.look("schedules", "", "the end", self.schedules)
+
+    def watch(self):
+        """In a thread: when a rank has waited in vain, say where this one is."""
+        while not self.stop.wait(0.2) and self.store is not None:
+            if self.store.check(["trouble"]):
+                return self.explain()
+
+    def explain(self):
+        frame = sys._current_frames()[threading.main_thread().ident]
+        lines = traceback.extract_stack(frame)
+        if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
+            self.tell(script_lines(lines))
+        if self.rank == 0:
+            self.wait_until(self.lines, 5)
+            lines = [self.store.get(key).decode() for key in self.lines if self.store.check([key])]
+            remedy = "All ranks have to reach the same collectives. If one was only slow, give it"
+            remedy += " time: --timeout SECONDS, in front of the script."
+            if all(lines):
+                self.say("mistake: ranks have waited for others in vain", "", *lines, remedy)
+            self.store.set("explained", "")
+
+    def tell(self, place):
+        """Leave in the store, once, where this rank is; nothing if the script has raised."""
+        if not self.told:
+            line = f"rank {self.rank}, after {self.steps} optimizer steps: {place}"
+            self.store.set(self.lines[self.rank], line if place else "")
+        self.told = True
+
+    def wait_until(self, keys, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.store.check(keys):
+            time.sleep(0.05)
+
+    def conclude(self):
+        """Print the last line."""
+        found = "nothing found (what it cannot see: --help)"
+        if self.said:
+            found = f"{len(self.said)} finding{'s' * (len(self.said) > 1)}: {'; '.join(self.said)}"
+        line = f"{self.steps} optimizer steps, {self.passes} forward passes through DDP: {found}"
+        if self.watcher is None:
+            alone = os.environ.get("WORLD_SIZE", "1") == "1"
+            why = "one process (torchrun starts more)" if alone else "no process group was made"
+            line = f"{why}, so there was nothing to compare"
+        line += " (sharded parameters were not compared)" * self.sharded
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"doctor: {line}\n")
+
+
+CHECKS = collections.defaultdict(list)  # by place
+
+
+def check(place, compare, word="mistake"):
+    """Register a function that returns a kind, and facts by name, compared where kinds are equal.
+
+    Its docstring is what is printed, what to do, and where that happened.
+    """
+
+    def register(look):
+        CHECKS[place].append((look, compare, word))
+        return look
+
+    return register
+
+
+def differ(mine, *others):
+    """Return the names of facts of which ranks have different values, with those if numbers."""
+    found = {}
+    for rank, facts in enumerate(others, 1):
+        for name, value in mine.items():
+            if facts.get(name, value) != value:
+                text = f" {value} on rank 0, {facts[name]} on rank {rank}"
+                found[name] = name + text * isinstance(value, (int, float))
+    return list(found.values())
+
+
+def alike(mine, *others):
+    return [name for name in mine if all(mine[name] == facts.get(name) for facts in others)]
+
+
+def overlap(mine, *others):
+    """Return the names of lists of which ranks have a half in common, one perhaps ahead."""
+    found = set()
+    for (name, values), facts in itertools.product(mine.items(), others):
+        places = {value: i for i, value in enumerate(facts.get(name, []))}
+        ahead = {value: i - places[value] for i, value in enumerate(values) if value in places}
+        most = max(collections.Counter(ahead.values()).values(), default=0)
+        found |= {name} if most >= max(3, len(values) / 2) else set()
+    return sorted(found)
+
+
+@check("optimizer", differ)
+def weights(state, params):
+    """the ranks' weights differ
+    Wrap the model in DDP, call the wrapper; wrap again after unfreezing; load weights on all ranks.
+    jingyaogong/minimind#853, moojink/openvla-oft#160"""
+    rates = [float(rate) for rate in state.rates]  # where they differ, weights have to
+    return [rates, state.groups], tensors(zip(state.names, params, strict=False))[1]
+
+
+@check("optimizer", differ)
+def learning_rates(state, params):
+    """the learning rates differ
+    Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`.
+    """
+    return state.steps, {f"of group {i}:": float(rate) for i, rate in enumerate(state.rates)}
+
+
+@check("optimizer", differ)
+def step_counts(state, params):
+    """ranks have taken unequal numbers of optimizer steps
+    Give all ranks equally many batches."""
+    return "", {f"of {state.key.split()[0]}": state.steps}
+
+
+@check("optimizer", alike, "suspicion")
+def random_numbers(state, params):
+    """all ranks draw the same random numbers
+    If they make noise, dropout or data: torch.manual_seed(seed + rank), after the model is made.
+    threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
+    for name, drawn in drawn_since(state.random):
+        state.draws[name].append(drawn)
+    # Once may be a decision of all.
+    return "", {name: drawn[-3:] for name, drawn in state.draws.items() if len(drawn) > 2}
+
+
+@check("batches", overlap)
+def batches(name, hashes):
+    """ranks get the same batches
+    Give each rank its own: a DistributedSampler, a share of an IterableDataset, a seed.
+    Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
+    return "", {name: hashes}
+
+
+@check("tensors", differ, "suspicion")
+def plain_tensors(model, state):
+    """tensors that are no buffers differ
+    If they should be equal, all-reduce what they are updated from.
+    leggedrobotics/rsl_rl#226"""
+    return tensors(x for x in plain_attributes(model) if x[0] in state.plain)
+
+
+@check("buffers", differ)
+def buffers(model):
+    """buffers differ, as each rank updates them from its own data
+    All-reduce what they are updated from. DDP takes rank 0's, and drops the others'.
+    Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
+    parts = [(k, part) for k, part in model.named_modules() if not isinstance(part, _BatchNorm)]
+    return tensors(x for k, part in parts for x in part.named_buffers(k, recurse=False))
+
+
+@check("random_split", differ)
+def splits(kind, indices):
+    """random_split differs by rank, so that one validates on what another trains on
+    Pass it generator=torch.Generator().manual_seed(0).
+    Lightning-AI/pytorch-lightning#7728, #18638"""
+    return kind, {f"{kind[0]} samples": indices}
+
+
+@check("DataLoader", alike)
+def shuffling_loaders(dataset):
+    """each rank goes through all samples, in an order of its own
+    Use sampler=DistributedSampler(dataset) instead of shuffle=True."""
+    return "", {described(dataset): contents(dataset)}
+
+
+@check("order", differ)
+def samplers(sampler, again, learns):
+    """a DistributedSampler is not the same on all ranks, so that shares overlap
+    Give it the same seed on all ranks.
+    NVlabs/LongLive#71, open-mmlab/mmengine#142"""
+    shares = sampler.shuffle and sampler.num_replicas == dist.get_world_size()
+    return "", {f"of {described(sampler.dataset)}, seed": sampler.seed} if shares else {}
+
+
+@check("order", alike)
+def same_order(sampler, again, learns):
+    """a DistributedSampler gives the same order in two epochs
+    Before each epoch: sampler.set_epoch(epoch).
+    lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, cszn/KAIR#106"""
+    found = again and sampler.shuffle and sampler.num_samples > 4
+    return "", {described(sampler.dataset): ""} if found else {}
+
+
+@check("order", alike, "suspicion")
+def repeated_samples(sampler, again, learns):
+    """a DistributedSampler repeats samples in an evaluation
+    If they count: sampler=range(rank, len(dataset), world_size), and sums that are all-reduced.
+    roboflow/rf-detr#1507, facebookresearch/deit#24"""
+    repeated = sampler.total_size - len(sampler.dataset)
+    found = repeated > 0 and not learns
+    return "", {f"{repeated} of {described(sampler.dataset)}": ""} if found else {}
+
+
+@check("schedules", alike, "suspicion")
+def schedule_lengths(schedules):
+    """a schedule has not the length of the run
+    If the run was not stopped early: W ranks take W times fewer steps than one; count those.
+    huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
+    wrong, world = {}, dist.get_world_size()
+    for name, length, steps in schedules.values():
+        off = min(abs(length - steps * world), abs(length - steps / world))
+        if length and steps > 15 and off <= max(world, 0.03 * length):
+            wrong[f"{name} of {length} steps has made {steps}"] = ""
+    return "", wrong
+
+
+def owner_and_names(params):
+    """Return the outermost module that has the first parameter, and names for all of them."""
+    owner, names = None, {id(p): ("", "") for p in params}
+    for module in [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]:
+        if isinstance(module, DistributedDataParallel):
+            continue
+        with contextlib.suppress(Exception):  # as some modules are not whole
+            for name, p in module.named_parameters():
+                name = name.replace("_orig_mod.", "")
+                if len(name) > len(names.get(id(p), [name])[0]):
+                    names[id(p)] = name, type(module).__name__
+                    owner = module if p is params[0] else owner
+    names = [name if "." in name else f"{kind}.{name}" for name, kind in names.values()]
+    extra = ["" if names.count(name) == 1 else f" (parameter {i})" for i, name in enumerate(names)]
+    return owner, list(map("".join, zip(names, extra, strict=True)))
+
+
+def plain_attributes(model):
+    """Yield names and values of the tensors and arrays that are no parameters and no buffers."""
+    for prefix, part in model.named_modules():
+        for name, value in vars(part).items():
+            if has_bytes(value) and not getattr(value, "requires_grad", False):
+                yield f"{prefix}.{name}".strip("."), value
+
+
+def remember(hashes, thing):
+    """Add the hash of what has tensors to the first 256."""
+    leaves = tree_leaves(thing)
+    if len(hashes) < 256 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        hashes.append(digest(leaves))
+
+
+def random_states():
+    """Return names, devices, seeds and hashes of the states of what draws random numbers."""
+    generators = [torch.default_generator, *torch.cuda.default_generators]
+    states = [(f"torch's, {g.device}", g.device, g.initial_seed(), g.get_state()) for g in generators]
+    states.append(("Python's random", None, None, random.getstate()))
+    if "numpy" in sys.modules:
+        states.append(("NumPy's", None, None, sys.modules["numpy"].random.get_state()))
+    return [(*known, digest(state)) for *known, state in states]
+
+
+def drawn_since(before):
+    """Yield names and hashes of what has drawn. A new seed, where it can be known, is no draw."""
+    for (_, _, old_seed, old), (name, device, seed, new) in zip(before, random_states(), strict=False):
+        if seed != old_seed:
+            old = digest(torch.Generator(device).manual_seed(seed).get_state())
+        if new != old:
+            yield name, new
+
+
+def described(dataset):
+    return f"{len(dataset)} samples of {type(dataset).__name__}"
+
+
+def contents(dataset):
+    return digest(getattr(dataset, "__dict__", dataset))
+
+
+def tensors(pairs):
+    """Return shapes and hashes by name."""
+    found = {name: value for name, value in pairs if has_bytes(value)}
+    shapes = {name: [*value.shape] for name, value in found.items()}
+    return shapes, {name: digest(value, head=None) for name, value in found.items()}
+
+
+def has_bytes(value):
+    """Return whether it is a tensor or an array: not one that is sharded (DTensor) or sparse."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
+
+
+def digest(thing, head=100_000):
+    """Return a hash of what is in lists and dicts: of a tensor, of its first numbers."""
+    hashed = hashlib.sha256()
+    for leaf in itertools.islice(tree_leaves(thing), 10_000):
+        if not has_bytes(leaf):
+            simple = leaf is None or isinstance(leaf, (str, bytes, int, float, range))
+            data = repr(leaf if simple else type(leaf)).encode() + b"\n"
+        elif isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().reshape(-1)[:head].cpu().resolve_conj().resolve_neg().contiguous()
+            data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
+        else:
+            data = leaf.ravel()[:head].tobytes()
+        hashed.update(data)
+    return hashed.hexdigest()[:16]
+
+
+def script_lines(lines):
+    """Return the outermost and the innermost of these lines that are in the script's own files."""
+    above = __file__, "run_script"
+    start = sum(i for i, x in enumerate(lines, 1) if (x.filename, x.name) == above)
+    own = [x for x in lines[start:] if not x.filename.startswith(LIBRARIES)]
+    texts = [f"{os.path.basename(x.filename)}:{x.lineno}, in {x.name}: {x.line}" for x in own]
+    return " ... ".join(dict.fromkeys(texts[:1] + texts[-1:])) or "outside the script"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
+
+import re
+
+import doctor
+import pytest
+from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
+
+DOCTOR = ROOT / "tests" / "doctor.py"
+
+LOOP = """
+import contextlib, numpy, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, random_split
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(4))
+        self.count = torch.zeros(1)
+
+    def forward(self, inputs):
+        if kind == "codebook":
+            self.mean += inputs.mean(dim=0)
+        return self.head(self.layers(nn.functional.dropout(inputs, 0.1 * (kind == "dropout"))))
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+
+kind, *flags = sys.argv[1:]
+dist.init_process_group("gloo")
+rank, device = dist.get_rank(), "cpu"
+torch.manual_seed(rank)
+samples = torch.randn(65, 4, generator=torch.Generator().manual_seed(0))
+train_set, test_set = TensorDataset(samples[:64]), TensorDataset(samples)
+if kind == "split":
+    train_set, _ = random_split(TensorDataset(samples), [64, 1])
+seed = rank if kind == "sampler seeds" else 0
+sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
+test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
+loader = DataLoader(train_set, batch_size=4, sampler=sampler)
+test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
+if kind == "no sampler":
+    loader = DataLoader(train_set, batch_size=4)
+if kind == "shuffle":
+    loader = DataLoader(train_set, batch_size=4, shuffle=True)
+if "stream" in kind:
+    loader = DataLoader(Stream(), batch_size=4)
+if kind == "peek":
+    next(iter(loader))
+
+model = Model()
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
+if kind == "spectral norm":
+    model.head = nn.utils.parametrizations.spectral_norm(model.head)
+model.head.requires_grad_(kind not in ("unfrozen", "unfrozen and wrapped"))
+ddp = DistributedDataParallel(model, static_graph=kind == "static", find_unused_parameters=kind == "unused")
+other = nn.Linear(4, 4)
+other.register_buffer("mean", torch.zeros(4))
+[dist.broadcast(p.data, 0) for p in other.parameters() if "by hand" in kind]
+other_ddp = DistributedDataParallel(other) if kind == "gan" else other
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if kind == "added":
+    optimizer.add_param_group({"params": other.parameters()})
+other_optimizer = torch.optim.Adam(other.parameters(), 0.1)
+plateau, cosine = ReduceLROnPlateau(optimizer, patience=0), CosineAnnealingLR(other_optimizer, 32)
+if kind == "schedule":
+    cosine = CosineAnnealingLR(optimizer, 2 * 32)  # steps of one process
+if kind == "schedule by hand":
+    cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
+numpy.random.seed(0 if kind == "numpy" else rank)
+if kind == "dropout":
+    torch.manual_seed(0)
+noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
+
+for epoch in range(4):
+    if kind != "set_epoch":
+        sampler.set_epoch(epoch)
+    batches = iter(loader)
+    if kind == "shifted stream" and rank == 0:
+        next(batches)
+    if kind.startswith("unfrozen") and epoch == 1:
+        model.head.requires_grad_(True)
+        ddp = DistributedDataParallel(model) if kind == "unfrozen and wrapped" else ddp
+    if kind == "longer" and rank == 1:
+        batches = [*batches] * 2
+    for step, batch in enumerate(batches):
+        if step == (9 if kind == "longer" else 8):
+            break
+        inputs = batch if torch.is_tensor(batch) else batch[0]
+        if kind == "noisy stream":
+            inputs = inputs + torch.randn(4, 4, generator=noise)
+        if kind == "numpy":
+            inputs = inputs + numpy.random.rand() * (1 + rank)
+        if kind in ("noise", "denoising"):
+            inputs = torch.randn(4, 4, generator=noise)
+        if kind == "statistics":
+            model.mean += inputs.mean(dim=0)
+        if kind == "count":
+            model.count += inputs.abs().sum()
+        if kind == "break" and rank == 0 and epoch == step == 1:
+            break
+        if kind == "slow" and rank == 0 and epoch == step == 1:
+            __import__("time").sleep(6)
+        if kind in ("gan", "generator", "added"):
+            inputs = other_ddp(inputs)
+        if kind in ("by hand", "statistics by hand"):
+            other.mean.add_(inputs.mean(dim=0))
+            other(inputs).square().mean().backward()
+            [dist.all_reduce(p.grad) for p in other.parameters()]
+            other_optimizer.step()
+        wait = kind == "accumulation" and step % 2 == 0
+        with ddp.no_sync() if wait else contextlib.nullcontext():
+            loss = (model if kind == "module" else ddp)(inputs).square().mean()
+            loss.backward()
+        if wait:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind in ("gan", "generator"):
+            other_optimizer.step()
+            other_optimizer.zero_grad()
+        if kind.startswith("schedule"):
+            cosine.step()
+        if ema:
+            ema.update_parameters(model)
+    if kind == "plateau":
+        plateau.step(loss.item() * (1 + epoch * rank))
+    if kind == "by hand":
+        dist.all_reduce(other.mean)
+    with torch.no_grad():
+        model.eval()
+        total = sum(model(batch[0]).sum() for batch in test_loader)
+        model.train()
+    if kind == "if" and rank == 0:
+        dist.barrier()
+    dist.all_reduce(total)
+    if kind == "alone" and rank == 0:  # rank 0 trains and evaluates something of its own, and loads what was best
+        other(torch.randn(4, 4)).sum().backward()
+        other_optimizer.step()
+        model.load_state_dict(Model().state_dict()) if epoch == 3 else None
+if kind == "extra" and rank == 1:
+    optimizer.step()
+if kind == "destroys not":
+    sys.exit()
+if kind == "raises":
+    raise ValueError("of the script")
+if kind == "exits":
+    sys.exit("of the script")
+print("ends", rank)
+del ddp, other_ddp
+dist.destroy_process_group()
+"""
+
+# What is wrong, in miniature: the switch, what is found, and of what.
+MISTAKES = {
+    "jingyaogong/minimind#853, moojink/openvla-oft#160": ("module", "weights differ: layers.0.weight, layers"),
+    "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
+    "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
+    "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
+    "ReduceLROnPlateau of one rank's loss": ("plateau", "rates differ: of group 0: .* on rank 0, .* on rank 1"),
+    "Wuziyi616/nerv#1: no sampler": ("no sampler", "ranks get the same batches"),
+    "Smith42/astroPT#61: IterableDataset": ("stream", "ranks get the same batches"),
+    "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
+    "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
+    "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
+    "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "same random numbers: torch's, cpu"),
+    "negatives by NumPy, with one seed on all ranks": ("numpy", "same random numbers: NumPy's"),
+    "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),
+    "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ, .*: mean; .* the end"),
+    "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ, .*: mean;"),
+    "leggedrobotics/rsl_rl#226": ("count", "tensors that are no buffers differ: count;"),
+    "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
+    "shuffle=True": ("shuffle", "each rank goes through all samples.*: 64 samples of TensorDataset"),
+    "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
+    "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
+    "roboflow/rf-detr#1507": ("repeats", "repeats samples in an evaluation: 1 of 65"),
+    "huggingface/diffusers#3954": ("schedule", "schedule .*: CosineAnnealingLR of 64 steps has made 32"),
+    "huggingface/diffusers#3954, by a function": ("schedule by hand", "schedule .*: LambdaLR of 64 steps has made 32"),
+    "a step more on one rank": ("extra", "unequal numbers of optimizer steps: of SGD 32 on rank 0, 33 on rank 1"),
+}
+RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
+RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
+
+
+@pytest.fixture
+def loop(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+    return path
+
+
+def examine(*arguments):
+    doctor.main([*map(str, arguments)])
+
+
+def findings(output):
+    return re.findall("^doctor: (?:mistake|suspicion): (.*)\n {8}\\S", output, re.M)
+
+
+@pytest.mark.parametrize("where", MISTAKES)
+def test_mistake(where, loop):
+    kind, what = MISTAKES[where]
+    with Ranks(examine, loop, kind) as ranks:
+        assert ranks.wait() == [1, 0]
+        (found,) = findings(ranks.output())
+        assert re.search(what, found)
+        assert re.search(r"passes through DDP: 1 finding: .*\n\Z", ranks.output())
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right(kind, loop):
+    assert "doctor: 32 optimizer steps" in finish(examine, loop, kind) or kind in (
+        "gan",
+        "accumulation",
+        "alone",
+        "by hand",
+    )
+
+
+def line_of(text):
+    """Return the number of a line of the loop."""
+    return LOOP[: LOOP.index(text)].count("\n") + 1
+
+
+FORWARD, SUM, BARRIER = map(line_of, ("loss = (model if", "dist.all_reduce(total)", "dist.barrier("))
+LOADER, SLEEP = line_of("for step, batch"), line_of("__import__")
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    {
+        "break": [f"9 optimizer steps: loop.py:{SUM}", f"9 optimizer steps: loop.py:{FORWARD}"],
+        "if": [f"8 optimizer steps: loop.py:{BARRIER}", f"8 optimizer steps: loop.py:{SUM}"],
+        "slow": [f"9 optimizer steps: loop.py:{SLEEP}", f"9 optimizer steps: loop.py:{FORWARD}"],
+        "longer": [f"8 optimizer steps: loop.py:{SUM}", f"8 optimizer steps: loop.py:{FORWARD}"],
+    }.items(),
+)
+def test_hang(kind, places, loop):
+    """A `break` on one rank, a collective inside an `if`, a rank that is busy, a longer loader on rank 1."""
+    with Ranks(examine, "--timeout", 3, loop, kind) as ranks:
+        assert ranks.wait() == [1, 1]
+        (found,) = findings(ranks.output())
+        assert found == "ranks have waited for others in vain"
+        for rank, place in enumerate(places):
+            assert f"        rank {rank}, after {place}, in <module>: " in ranks.output()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "last"), [("raises", 1, "ValueError: of the script"), ("exits", 1, "of the script")]
+)
+def test_ends_as_without(kind, code, last, loop):
+    with Ranks(examine, loop, kind) as ranks:
+        assert ranks.wait() == [code] * 2
+        output = ranks.output()
+        assert output.count(f"{last}\n") == 2 and "doctor.py" not in output
+        assert "32 forward passes through DDP: nothing found" in output
+
+
+TELL = """
+import os, sys
+print(__name__, __file__, sys.argv, os.getcwd(), sys.path[0], sys.modules["__main__"].__dict__ is globals())
+sys.exit(3)
+"""
+
+
+def test_command_line(tmp_path):
+    """With torchrun, all that a script sees is as without; and one process needs no doctor."""
+    (tmp_path / "tell.py").write_text(TELL)
+    plain = run(["python", "tell.py", "--timeout", 5, "-x"], cwd=tmp_path)
+    examined = run([*torchrun(1), DOCTOR, "tell.py", "--timeout", 5, "-x"], cwd=tmp_path)
+    assert plain.returncode == 3 and examined.returncode == 1  # torchrun's own code
+    assert examined.stdout == plain.stdout and "exitcode  : 3" in examined.stderr
+    assert "doctor: one process (torchrun starts more), so there was nothing to compare" in examined.stderr
+
+
+def test_one_process(loop):
+    assert "doctor: one process (torchrun starts more), so there was nothing to compare" in finish(
+        examine, loop, "plain", nproc=1
+    )
+
+
+def test_four_processes(loop):
+    assert "nothing found" in finish(examine, loop, "plain", nproc=4)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_twins_end_on_their_hash(script, small_mnist, tmp_path):
+    """With accumulation, and after a resume; `finish` sees to exit codes of 0."""
+    flags = ("--data-dir", small_mnist, "--train-size", 400, "--batch-size", 50, "--accum-steps", 2, "--epochs")
+    hashes = [weights(finish(script, *flags, 1))]
+    for epochs in (1, 2):
+        output = finish(examine, ROOT / script, *flags, epochs, "--checkpoint", tmp_path / "ck.pt")
+        assert "nothing found" in output
+        hashes.append(weights(output))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize(("script", "steps"), [("many_gpus", 48), ("own_loop", 96)])
+def test_lesson(script, steps, tmp_path):
+    write_mnist(tmp_path / "data", train_size=2048)
+    source = (ROOT / f"tests/lesson/{script}.py").read_text().replace("WORKERS = 32, 2", "WORKERS = 32, 0")
+    (tmp_path / "lesson.py").write_text(source)  # without workers, which are two seconds to each epoch
+    assert f"doctor: {steps} optimizer steps" in finish(in_dir, tmp_path, examine, tmp_path / "lesson.py")
