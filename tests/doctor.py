@@ -122,7 +122,7 @@ class Doctor:
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
         self.optimizers, self.states = weakref.WeakKeyDictionary(), []
         self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
-        self.iterators = weakref.WeakKeyDictionary()
+        self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
         self.schedules, self.splits = {}, []
 
     def hook(self, owner, name, before=None, after=None):
@@ -256,16 +256,18 @@ class Doctor:
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
-        if self.store is None or not torch.is_grad_enabled():
+        if self.store is None or not torch.is_grad_enabled() or self.epochs == 4:
             return
         if iterator not in self.iterators:
             self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, batches=[], key=None)
         state = self.iterators[iterator]
         remember(state.batches, batch)
-        if self.steps > state.steps and len(state.batches) <= 256:  # it is used for training
-            state.key = state.key or next(self.number["iterator"])
+        if self.steps > state.steps:  # it is used for training
+            if state.key is None:
+                self.epochs += 1
+                state.key = f"loader {self.epochs}"
             name = f"batches of {type(iterator._dataset).__name__}"
-            self.look("batches", f"loader {state.key}", len(state.batches), name, state.batches)
+            self.look("batches", state.key, len(state.batches), name, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
         kind = [len(part) for part in parts], contents(dataset)
@@ -565,16 +567,16 @@ def plain_attributes(model):
 
 
 def remember(hashes, thing):
-    """Add the hash of what has tensors to the first 256."""
+    """Add the hash of what has tensors to the first 255."""
     leaves = tree_leaves(thing)
-    if len(hashes) < 256 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if len(hashes) < 255 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         hashes.append(digest(leaves))
 
 
 def random_states():
     """Return names, devices, seeds and hashes of the states of what draws random numbers."""
     generators = [torch.default_generator, *torch.cuda.default_generators]
-    states = [(f"torch's, {g.device}", g.device, g.initial_seed(), g.get_state()) for g in generators]
+    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), g.get_state()) for g in generators]
     states.append(("Python's random", None, None, random.getstate()))
     if "numpy" in sys.modules:
         states.append(("NumPy's", None, None, sys.modules["numpy"].random.get_state()))

@@ -170,7 +170,7 @@ MISTAKES = {
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
-    "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "same random numbers: torch's, cpu"),
+    "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "same random numbers: torch's .cpu."),
     "negatives by NumPy, with one seed on all ranks": ("numpy", "same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),
     "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ, .*: mean; .* the end"),
