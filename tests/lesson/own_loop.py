@@ -1,6 +1,7 @@
 """A loop to copy and to change. It has what most loops have, and resumes after its last epoch.
 
     torchrun --standalone --nproc-per-node=2 own_loop.py
+    SCRIPT=own_loop.py sbatch --array=1-5%1 slurm_submit_ddp.sh    # five jobs, one after the other
 
 The comments 1 to 7 are the seven changes that make it distributed, as in many_gpus.py.
 """
@@ -108,7 +109,7 @@ for epoch in range(first_epoch, EPOCHS):
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
-            torch.save(state, "new.tmp")
-            os.replace("new.tmp", name)  # whenever it is killed, the file is an old or a new one
+            torch.save(state, f"{name}.tmp")
+            os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
 del ddp  # as it uses the process group, which ends here
 dist.destroy_process_group()
