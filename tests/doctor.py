@@ -4,10 +4,11 @@
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
 This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
-(those of all optimizers count) and at the end. A `mistake` is certain; a `suspicion` may be meant
-so. Rank 0 prints, on stderr, and exits with code 1 if anything was found, of which torchrun then
-makes a report of its own. A collective that waits longer than --timeout (20 s, unless the script
-has a limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
+of each optimizer (the steps that it prints are those of all) and at the end. A `mistake` is
+certain; a `suspicion` may be meant so. Rank 0 prints, on stderr, and exits with code 1 if anything
+was found, of which torchrun then makes a report of its own. A collective that waits longer than
+--timeout (20 s, unless the script has a limit of its own) fails, and the line of each rank is
+shown. (Tried with Gloo, not with NCCL.)
 
 It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
 all-reduced, or ids in it; BatchNorm's statistics at an evaluation; models outside of DDP and of the
@@ -479,7 +480,7 @@ def plain_tensors(model, state):
 @check("buffers", differ)
 def buffers(model):
     """buffers differ, as each rank updates them from its own data
-    All-reduce what they are updated from. DDP takes rank 0's, and drops the others'.
+    All-reduce what they are updated from. (DDP would take rank 0's, and drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     parts = [(k, part) for k, part in model.named_modules() if not isinstance(part, _BatchNorm)]
     return tensors(x for k, part in parts for x in part.named_buffers(k, recurse=False))
@@ -575,8 +576,8 @@ def remember(hashes, thing):
 
 def random_states():
     """Return names, devices, seeds and hashes of the states of what draws random numbers."""
-    generators = [torch.default_generator, *torch.cuda.default_generators]
-    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), g.get_state()) for g in generators]
+    torchs = [torch.default_generator, *torch.cuda.default_generators]
+    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), g.get_state()) for g in torchs]
     states.append(("Python's random", None, None, random.getstate()))
     if "numpy" in sys.modules:
         states.append(("NumPy's", None, None, sys.modules["numpy"].random.get_state()))
@@ -585,7 +586,8 @@ def random_states():
 
 def drawn_since(before):
     """Yield names and hashes of what has drawn. A new seed, where it can be known, is no draw."""
-    for (_, _, old_seed, old), (name, device, seed, new) in zip(before, random_states(), strict=False):
+    pairs = zip(before, random_states(), strict=False)
+    for (_, _, old_seed, old), (name, device, seed, new) in pairs:
         if seed != old_seed:
             old = digest(torch.Generator(device).manual_seed(seed).get_state())
         if new != old:

@@ -98,6 +98,12 @@ def test_a_run_that_was_killed_in_its_last_test_or_has_ended_only_tests(saving, 
         assert weights(again) == sha256["weights_sha256"]
 
 
+def test_an_ended_run_does_not_train_on_what_its_last_step_had_left_out(flags, tmp_path):
+    flags = (*flags, "--train-size", 340, "--epochs", 1, "--checkpoint", tmp_path / "ck.pt")  # 320 are used by two
+    ended, again = finish(DDP, *flags), finish(DDP, *flags, nproc=1)
+    assert "steps_per_epoch 21\n" in again and "  loss " not in again and weights(again) == weights(ended)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_weights_that_are_not_finite_are_not_saved_after_a_step_nor_at_a_stop(script, flags, tmp_path):
     flags = (*flags, "--lr", 1e39, "--checkpoint", tmp_path / "ck.pt")
