@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -18,12 +17,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from small_model import run_script, with_small_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_ddp
 
 ROOT = Path(train_ddp.__file__).parent
 SCRIPTS = DDP, MANUAL = "train_ddp.py", "train_manual_ddp.py"
+SMALL_MODEL = ROOT / "tests" / "small_model.py"  # which takes a script and its flags
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
 for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # whoever starts the tests may have set them
@@ -107,12 +108,6 @@ class Background:
         return self.process.wait(timeout)
 
 
-def run_script(script, *flags):
-    """Run a script in this process, as `python script flags...` does."""
-    sys.argv = [script, *map(str, flags)]
-    runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
 def in_dir(folder, function, *arguments):
     os.chdir(folder)
     function(*arguments)
@@ -128,12 +123,14 @@ def be_rank(log, env, target, *arguments):
 
 
 class Ranks(Background):
-    """The processes of a script, or of a function, that need no second to start, for what is no test of torchrun."""
+    """Processes that need no second to start, for what is no test of torchrun: of a script with the small model, or of
+    a function.
+    """
 
     def __init__(self, *target, nproc=2, log=None, share_gpu=False, **env):
         self.file = None if log else tempfile.NamedTemporaryFile()  # noqa: SIM115, it lives as long as this
         self.log = log or Path(self.file.name)
-        target = target if callable(target[0]) else (run_script, *target)
+        target = target if callable(target[0]) else (with_small_model, run_script, *target)
         with socket.create_server(("127.0.0.1", 0)) as server:
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
         self.processes = []
@@ -209,7 +206,8 @@ def train_many(tmp_path):
 
     def train_many(source, nproc=2, run=finish):
         source = source.replace("layers =", "torch.manual_seed(0)\nlayers =")
-        limit = "import datetime\ndist.init_process_group(timeout=datetime.timedelta(seconds=15), backend="
+        seconds = 60 if run is finish else 5  # that a rank may wait for another
+        limit = f"import datetime\ndist.init_process_group(timeout=datetime.timedelta(seconds={seconds}), backend="
         (tmp_path / "many.py").write_text(source.replace("dist.init_process_group(", limit))
         output = run(in_dir, tmp_path, run_script, tmp_path / "many.py", nproc=nproc)
         return output, torch.load(tmp_path / "model.pt") if run is finish else None

@@ -12,7 +12,21 @@ import signal
 
 import pytest
 import torch
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, outcome, run_script, torchrun, weights
+from conftest import (
+    DDP,
+    MANUAL,
+    SCRIPTS,
+    SMALL_MODEL,
+    Background,
+    Ranks,
+    fail,
+    finish,
+    outcome,
+    run_script,
+    torchrun,
+    weights,
+    with_small_model,
+)
 from soak import disturb
 from torch.utils.data import TensorDataset
 
@@ -39,22 +53,32 @@ def undisturbed(flags, tmp_path_factory):
 
 
 def test_kills_at_any_moment_under_torchrun(saving, undisturbed, tmp_path):
-    command = (*torchrun(2, "--standalone", "--max-restarts=2"), ROOT / MANUAL, *saving, "--save-every", 1)
-    with Background(*command, log=tmp_path / "log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) as job:
+    command = (*torchrun(2, "--standalone", "--max-restarts=2"), SMALL_MODEL, MANUAL, *saving, "--save-every", 1)
+    with Background(*command, log=tmp_path / "log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, PAUSE=0.2) as job:
         disturb(job, 2, 1.5, random.Random(4))  # with this seed, rank 0 in a step, and rank 1 in the second start
         assert job.wait() == 0 and "resumed from" in job.output()
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
+def killed_in_a_save(call, function, *arguments):
+    """Run a function whose rank 0 is killed in its n-th torch.save(), when half of the file is written."""
+    save, calls = torch.save, itertools.count(1)
+
+    def save_half(state, file):
+        save(state, file)
+        if next(calls) == call:
+            path = getattr(file, "name", file)
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = save_half
+    function(*arguments)
+
+
 def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
-    whole, half = tmp_path / "ck.pt", tmp_path / "ck.pt.tmp"
-    while not half.exists():  # else it was renamed in that moment
-        with Ranks(DDP, *saving, "--save-every", 1) as ranks:
-            ranks.wait_for(whole.exists)
-            ranks.wait_for(half.exists)
-            ranks.kill(0)
-            ranks.wait()
-    finish(MANUAL, *saving)
+    with Ranks(killed_in_a_save, 2, with_small_model, run_script, DDP, *saving) as ranks:
+        assert 0 not in ranks.wait() and (tmp_path / "ck.pt.tmp").exists()
+    assert "resumed from" in finish(MANUAL, *saving)
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 
@@ -68,7 +92,7 @@ def signalled_in(owner, name, call, number, *command):
         return method(self, *args, **kwargs)
 
     setattr(owner, name, signalled)
-    run_script(*command)
+    with_small_model(run_script, *command)
 
 
 AT_THE_END_OF_AN_EPOCH = (torch.optim.AdamW, "step", 10, "epoch 1  step 10 ", "  epoch 1  step 10\n")
@@ -118,7 +142,7 @@ def test_weights_that_are_not_finite_are_not_saved_after_a_step_nor_at_a_stop(sc
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
     killed = how == signal.SIGKILL
-    with Background(*torchrun(2), ROOT / DDP, *saving, log=tmp_path / "log") as job:
+    with Background(*torchrun(2), SMALL_MODEL, DDP, *saving, log=tmp_path / "log", PAUSE=0.2) as job:
         job.wait_for("epoch 1  step 7 ")
         job.process.send_signal(how)
         assert job.wait() == (-9 if killed else 1)  # 1 though all workers, to which it passes the signal on, return 0
@@ -140,17 +164,28 @@ def test_ctrl_c_twice_and_signals_without_a_checkpoint(flags, saving):
 
 
 def spied(folder, *command):
-    """Run a script; note the indices of the images that this rank trains on."""
+    """Run a script; note the indices of the images that this rank trains on, and its seeds."""
     getitem = TensorDataset.__getitem__
 
     def noted(self, indices):
         if len(self) == 320:
-            with (folder / f"rank{os.environ['RANK']}").open("a") as file:
+            rank = os.environ["RANK"]
+            with (folder / f"rank{rank}").open("a") as file, (folder / f"seeds{rank}").open("a") as seeds:
                 file.writelines(f"{index}\n" for index in indices)
+                seeds.write(f"{torch.initial_seed()}\n")
         return getitem(self, indices)
 
     TensorDataset.__getitem__ = noted
-    run_script(*command)
+    with_small_model(run_script, *command)
+
+
+def test_each_rank_and_epoch_has_a_seed_of_its_own_in_every_run(flags, tmp_path):
+    seeds = []
+    for folder in (tmp_path / "1", tmp_path / "2"):
+        folder.mkdir()
+        finish(spied, folder, DDP, *flags)
+        seeds.append({(path.name, seed) for path in folder.glob("seeds*") for seed in path.read_text().split()})
+    assert seeds[0] == seeds[1] and len(seeds[0]) == len({seed for _, seed in seeds[0]}) == 4
 
 
 @pytest.mark.parametrize(
@@ -159,9 +194,10 @@ def spied(folder, *command):
 )
 def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, after, flags, tmp_path):
     """Another number of processes uses no sample twice. The same one ends on the same weights."""
+    flags = (*flags, "--seed", 5)
     before, twin = ((spied, tmp_path, script, *flags, "--epochs", 1) for script in scripts)
     path = tmp_path / "new" / "folder" / "ck.pt"  # which it makes
-    with Ranks(*before, "--checkpoint", path) as ranks:
+    with Ranks(*before, "--checkpoint", path, PAUSE=0.1) as ranks:
         ranks.wait_for("step 2 ")
         ranks.kill(1, number)
         assert ranks.wait() == [0, 0]
@@ -173,7 +209,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
     output = finish(*twin, "--checkpoint", path, nproc=after)
     assert f" steps_per_epoch {steps}\n" in output and f"  epoch 1  step {done}\n" in output
     read = [int(line) for path in tmp_path.glob("rank*") for line in path.read_text().split()]
-    order = torch.randperm(320, generator=torch.Generator().manual_seed(0)).tolist()  # torch's, of epoch 0
+    order = torch.randperm(320, generator=torch.Generator().manual_seed(5)).tolist()  # torch's, of epoch 0
     assert sorted(read) == sorted(order[:used] + order[done * batch : steps * batch])
     assert after != 2 or weights(output) == weights(finish(*twin))
 
@@ -181,7 +217,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
 @pytest.mark.parametrize(
     ("size", "other", "line"),
     [
-        (5_000_000, (), "ck.pt cannot be read: move it, or use another name"),
+        (20_000, (), "ck.pt cannot be read: move it, or use another name"),
         (0, (), "ck.pt cannot be read: move it, or use another name"),
         (None, ("--seed", 1), "ck.pt is of a run with --dataset mnist --train-size 320 --seed 0, not --dataset mnist"),
         (None, ("--dataset", "synthetic"), "--seed 0, not --dataset synthetic --train-size 320 --seed 0: use another"),
@@ -204,7 +240,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_old_file_which_goes_on(undistur
     path = shutil.copy(undisturbed / "ck.pt", tmp_path)
     flags = (*flags, "--checkpoint", path)
     with Ranks(DDP, *flags, "--epochs", 3, "--save-every", 1) as ranks:
-        resource.prlimit(ranks.pids()[0], resource.RLIMIT_FSIZE, (100_000_000, 100_000_000))  # in bytes
+        resource.prlimit(ranks.pids()[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # in bytes
         assert 0 not in ranks.wait() and "File too large" in ranks.output()
     again = finish(MANUAL, *flags, nproc=1)
     assert "  epoch 2  step 20\nepoch 2  test_loss " in again and "  loss " not in again

@@ -21,6 +21,7 @@ from conftest import (
     MANUAL,
     ROOT,
     SCRIPTS,
+    SMALL_MODEL,
     Ranks,
     finish,
     in_dir,
@@ -29,6 +30,7 @@ from conftest import (
     run_script,
     torchrun,
     weights,
+    with_small_model,
     write_mnist,
 )
 
@@ -53,11 +55,12 @@ SHORT = ("--train-size", 32, "--batch-size", 4, "--epochs", 1)  # older CPUs tak
 
 @pytest.mark.parametrize("flags", [(), (*SHORT, "--accum-steps", 2, "--clip-grad-norm", 0.5, "--precision", "bf16")])
 def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(flags, small_mnist, tmp_path):
-    flags = ("--data-dir", small_mnist, "--train-size", 256, "--batch-size", 16, "--epochs", 2, *flags)
+    """With ResNet18, whose gradients fill three buckets."""
+    flags = ("--data-dir", small_mnist, "--train-size", 96, "--batch-size", 16, "--epochs", 2, *flags)
     results = []
     for way in ((DDP,), (DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
         metrics = tmp_path / str(len(results))
-        words = re.sub(r"samples_per_second \S+", "", finish(*way, *flags, "--metrics", metrics))
+        words = re.sub(r"samples_per_second \S+", "", finish(run_script, *way, *flags, "--metrics", metrics))
         lines = re.findall(r"(?m)^(?:world_size|epoch|weights_sha256) .*", words)  # older Gloos print, too
         assert lines[0].startswith("world_size ") and lines[-1].startswith("weights_sha256 ")
         results.append((outcome(metrics), lines))
@@ -73,7 +76,7 @@ def test_evaluation_is_exact_at_any_number_of_processes(small_mnist, tmp_path):
 def test_torchrun_and_metrics(small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 2, "--log-interval", 5)
     flags += ("--scale-lr", "--deterministic", "--metrics", tmp_path / "m")
-    result = run([*torchrun(2), ROOT / DDP, *flags])
+    result = run([*torchrun(2), SMALL_MODEL, DDP, *flags])
     assert result.returncode == 0, result.stderr
     entries = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     report, test = "epoch step lr loss samples_per_second", "epoch test_loss test_accuracy test_samples"
@@ -82,7 +85,8 @@ def test_torchrun_and_metrics(small_mnist, tmp_path):
     assert [" ".join(entry) for entry in entries] == names
     assert [*entries[0].values()] == [2, 64, 9]  # 600 // 64 steps
     assert [entry["step"] for entry in entries if "step" in entry] == [5, 9, 5, 9]
-    # Linear scaling, and the cosine at mid-step.
+    # Linear scaling, with the warm-up and the cosine, each at mid-step.
+    assert entries[1]["lr"] == pytest.approx(64 / 256 * 3e-3 * 4.5 / 18 / 0.3)
     assert entries[5]["lr"] == pytest.approx(64 / 256 * 3e-3 * (1 + math.cos(math.pi * (17.5 / 18 - 0.3) / 0.7)) / 2)
     assert entries[6]["test_samples"] == 101 and isinstance(entries[6]["test_samples"], int)
     lines = re.findall(r"(?m)^(?:rank|world_size|epoch|weights_sha256) .*", result.stdout)  # older Gloos print, too
@@ -99,12 +103,13 @@ def test_no_epochs_threads_that_are_the_users_choice_and_a_rank_without_a_test_i
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_plain_python_alone_in_an_empty_folder_learns_synthetic_images(script, tmp_path):
+def test_plain_python_alone_in_an_empty_folder_learns(script, tmp_path, tmp_path_factory):
     shutil.copy(ROOT / script, tmp_path)
-    flags = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--epochs", 1)
+    data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=2048)
+    flags = ("--data-dir", data, "--batch-size", 32, "--epochs", 1)
     # More threads would wait for each other by spinning, for minutes where another test has their core.
     result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
-    assert float(re.search(r"test_accuracy (\S+)  test_samples 10000\n", result.stdout)[1]) > 0.8, result.stderr
+    assert float(re.search(r"test_accuracy (\S+)  test_samples 101\n", result.stdout)[1]) > 0.8, result.stderr
     assert os.listdir(tmp_path) == [script]
 
 
@@ -148,17 +153,17 @@ def test_a_log_file_gets_lines_and_a_terminal_a_bar_below_them(small_mnist):
     ("flags", "stop_at", "line"),
     [
         ("--log-interval 1 --checkpoint ck.pt", "step 2 ", "stopped by a signal, saved to ck.pt"),
-        ("--lr 1e9", None, "step 12: the loss is not finite: try a lower --lr, or --clip-grad-norm 1"),
+        ("--lr 1e38", None, "step 12: the loss is not finite: try a lower --lr, or --clip-grad-norm 1"),
     ],
 )
 def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line, small_mnist, tmp_path):
-    flags = ("--data-dir", small_mnist, "--epochs", 9, "--batch-size", 50, *flags.split())
-    terminal = on_a_terminal(in_dir, tmp_path, run_script, DDP, *flags, stop_at=stop_at)
+    flags = ("--data-dir", small_mnist, "--epochs", 999, "--batch-size", 50, *flags.split())
+    terminal = on_a_terminal(in_dir, tmp_path, with_small_model, run_script, DDP, *flags, stop_at=stop_at)
     assert any(re.fullmatch(line, row) for row in shown(terminal)), terminal
 
 
 def test_ctrl_c_without_a_checkpoint_says_nothing_in_the_row_of_the_bar(small_mnist):
-    flags = ("--data-dir", small_mnist, "--epochs", 9, "--batch-size", 50, "--log-interval", 1)
+    flags = ("--data-dir", small_mnist, "--epochs", 999, "--batch-size", 50, "--log-interval", 1)
     *reports, bar = shown(on_a_terminal(DDP, *flags, stop_at="step 2 "))
     assert all(re.match("rank 0|world_size|epoch", row) for row in reports) and re.fullmatch(r".* \d+/12 \[.*]|", bar)
 
@@ -181,7 +186,7 @@ def test_a_line_of_the_log_is_for_people_and_has_all_digits_for_programs(tmp_pat
 def test_buckets_are_sent_during_backward():
     """With accumulation: it is the last backward() of the step."""
     flags = ("--dataset", "synthetic", "--train-size", 64, "--batch-size", 8, "--accum-steps", 2)
-    (steps,) = re.findall(r"(?m)^\{.*", finish(ROOT / "tests" / "overlap.py", *flags))
+    (steps,) = re.findall(r"(?m)^\{.*", finish(run_script, ROOT / "tests" / "overlap.py", *flags))
     overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in json.loads(steps).items()}
     assert overlaps == {"flat": [False], "bucketed": [True] * 3}
 

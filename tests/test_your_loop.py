@@ -1,10 +1,9 @@
 """What the README says of loops of your own: its code, the rows of its table, and what happens without them."""
 
-import itertools
-import os
 import random
 import re
 import signal
+import sys
 import textwrap
 from itertools import islice
 
@@ -13,20 +12,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MANUAL, ROOT, Background, Ranks, fail, finish, in_dir, run, run_script, torchrun, write_mnist
-from test_readme import LESSONS, MANY, OWN, README
+from conftest import (
+    MANUAL,
+    ROOT,
+    Background,
+    Ranks,
+    fail,
+    finish,
+    in_dir,
+    run,
+    run_script,
+    torchrun,
+    with_small_model,
+    write_mnist,
+)
+from test_checkpoint import killed_in_a_save
+from test_readme import LESSONS, MANY, OWN, README, lesson
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-(NEXT,) = (lesson for lesson in LESSONS if "checkpoint.pt" in lesson)
-RESUMING = re.sub(r"(?ms)^model = .*(?=^if rank == 0:)", lambda _: f"{NEXT}\n", MANY)
-(EQUAL,) = (lesson for lesson in LESSONS if "theirs" in lesson)
-(STOPPING,) = (lesson for lesson in LESSONS if lesson.startswith("    if accuracy > best"))
-(DEALING,) = (lesson for lesson in LESSONS if "def __iter__" in lesson)
-(READING,) = (lesson for lesson in LESSONS if lesson.startswith("dist.barrier()"))
+RESUMING = re.sub(r"(?ms)^model = .*(?=^if rank == 0:)", lambda _: f"{lesson('checkpoint.pt')}\n", MANY)
 
 
 def break_off(*target, nproc):
@@ -60,20 +68,6 @@ def own_loop(tmp_path):
         return in_dir, folder, run_script, folder / "own.py"
 
     return own_loop
-
-
-def killed_in_a_save(call, function, *arguments):
-    """Run a script whose rank 0 is killed in its n-th torch.save(), when half of the file is written."""
-    save, calls = torch.save, itertools.count(1)
-
-    def save_half(state, file):
-        save(state, file)
-        if next(calls) == call:
-            os.truncate(file, os.path.getsize(file) // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.save = save_half
-    function(*arguments)
 
 
 def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop, tmp_path):
@@ -115,7 +109,7 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
     assert "epoch 1: the loss is not finite" in fail(*diverged, nproc=2) and not [*tmp_path.glob("diverged/*.pt")]
 
 
-STOPS = MANY.replace("    if rank == 0:  # 7", f"{STOPPING}    if rank == 0:  # 7")
+STOPS = MANY.replace("    if rank == 0:  # 7", f"{lesson('    if accuracy > best')}    if rank == 0:  # 7")
 
 
 @pytest.mark.parametrize("source", [RESUMING, STOPS], ids=["resuming", "stopping"])
@@ -131,7 +125,8 @@ def test_stopping_early(source, train_many):
 
 def test_nobody_reads_before_rank_0_has_written(train_many):
     source = MANY.replace("    torch.save(", "    os.system('sleep 3')\n    torch.save(")
-    source = source.replace("dist.destroy", f"{READING}dist.destroy").replace("best.pt", "model.pt")
+    reading = lesson("dist.barrier()\nmodel").replace("best.pt", "model.pt")
+    source = source.replace("dist.destroy", f"{reading}dist.destroy")
     output, _ = train_many(source.replace("dist.barrier()\n", ""), run=break_off)  # there is no file yet
     assert "No such file or directory: 'model.pt'" in output
     train_many(source)
@@ -147,21 +142,29 @@ def test_a_collective_inside_an_if_meets_another(train_many):
 
 @pytest.mark.parametrize("passes", ["ddp(", "model("])
 def test_are_the_weights_equal(passes, train_many):
-    source = MANY.replace("ddp(images", f"{passes}images").replace("dist.destroy", f"{EQUAL}dist.destroy")
+    source = MANY.replace("ddp(images", f"{passes}images").replace("dist.destroy", f"{lesson('theirs')}dist.destroy")
     if passes == "ddp(":
         train_many(source)
     else:
         assert "AssertionError: rank 1: 0.weight is not what rank 0 has" in train_many(source, run=break_off)[0]
 
 
-@pytest.mark.parametrize(("debug", "words"), [("OFF", "Timed out waiting"), ("DETAIL", "Detected mismatch between")])
-def test_a_collective_behind_an_if(debug, words, small_mnist, tmp_path):
+def with_debug_level(level, *command):
+    """Run a script as with TORCH_DISTRIBUTED_DEBUG, which torch has read already."""
+    dist.set_debug_level(level)
+    with_small_model(run_script, *command)
+
+
+LEVELS = [(dist.DebugLevel.OFF, "Timed out waiting"), (dist.DebugLevel.DETAIL, "Detected mismatch between")]
+
+
+@pytest.mark.parametrize(("level", "words"), LEVELS)
+def test_a_collective_behind_an_if(level, words, small_mnist, tmp_path):
     source, line, script = (ROOT / MANUAL).read_text(), "        log(args, epoch=epoch + 1, **eval", tmp_path / MANUAL
     assert line in source
     script.write_text(source.replace(line, f"        if rank == 0: dist.all_reduce(torch.ones(1))\n{line}"))
-    flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 15)
-    result = run([*torchrun(2), script, *flags], TORCH_DISTRIBUTED_DEBUG=debug)
-    assert result.returncode == 1 and words in result.stderr and words in README
+    flags = ("--data-dir", small_mnist, "--batch-size", 150, "--epochs", 1, "--timeout", 5)
+    assert words in break_off(with_debug_level, level, script, *flags, nproc=2) and words in README
 
 
 def test_abort_shows_where_a_process_is(tmp_path):
@@ -185,7 +188,8 @@ ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
 dist.destroy_process_group()
 print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")}})
 """)
-    threads = run([*torchrun(1), tmp_path / "threads.py"]).stdout
+    env = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    threads = run([sys.executable, tmp_path / "threads.py"], **env).stdout
     assert "python" in threads and "gloo" not in threads
 
 
@@ -238,11 +242,6 @@ def plateau():
                 dist.all_reduce(loss)
             scheduler.step(loss.item())
         assert equal(model.parameters()) == reduce
-
-
-def batch_of_one():
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        nn.BatchNorm1d(4)(torch.ones(1, 4))
 
 
 class Noise(Dataset):
@@ -308,7 +307,7 @@ def two_models():
 
 
 class Numbers(IterableDataset):
-    exec(textwrap.dedent(DEALING), {"islice": islice, "get_worker_info": get_worker_info}, locals())
+    exec(textwrap.dedent(lesson("def __iter__")), {"islice": islice, "get_worker_info": get_worker_info}, locals())
 
     def __init__(self):
         self.rank, self.world_size, self.samples = dist.get_rank(), dist.get_world_size(), range(10)
@@ -329,7 +328,6 @@ def averaged():
 
 ROWS = {
     "`ReduceLROnPlateau`": plateau,
-    "`drop_last`": batch_of_one,
     "augmentation, noise, dropout": noise,
     "layers that are frozen or unfrozen": frozen_and_unfrozen,
     "two models, such as a GAN": two_models,
