@@ -11,6 +11,9 @@
 # The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
 # training that fails is not requeued. Flags of sbatch, such as --partition and --gres=gpu:8, win
 # over the lines below. Submit it in the directory of the training script, which all nodes see.
+# To train in a container, export one of these, for pyxis or for apptainer:
+#   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
+#   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
 
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
@@ -39,7 +42,7 @@ master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
 echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $restarts"
 
-# Nodes may differ in their GPUs, so each runs this itself.
+# Nodes may differ in their GPUs, so each runs this itself, inside the container if there is one.
 start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
@@ -54,9 +57,9 @@ start_torchrun() {
 
 # bash acts on a signal only when no command runs in the foreground, so srun is in the background.
 # It starts one task per node, whatever sbatch was told, with the function that `declare -f` prints.
-# shellcheck disable=SC2086 # it may be empty
-srun --export=ALL --ntasks="$SLURM_NNODES" $cpus_per_task --kill-on-bad-exit=1 \
-    bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
+# shellcheck disable=SC2086 # some variables are several words, or none
+srun --export=ALL --ntasks="$SLURM_NNODES" $cpus_per_task --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
+    ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
     --nnodes="$SLURM_NNODES" --master-addr="$master" --master-port="$port" "$script" "$@" &
 srun=$! stopped=''
 

@@ -114,10 +114,15 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     assert weights(log) == weights(undisturbed.stdout)
 
 
-def test_a_step_before_the_training(slurm, submit, tmp_path):
+def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_path):
     """The user stages data, say, at the place for modules, so the training is not step 0."""
-    job = submit("--checkpoint", file=edited(tmp_path, "\n# module load", "\nsrun true\n#"))
+    container = tmp_path / "container"  # which acts on USR1 again, as apptainer makes it
+    container.write_text('#!/bin/sh\necho called with $1 $2 $3\nshift 2\nexec env --default-signal=USR1 "$@"\n')
+    container.chmod(0o755)
+    hooks = {"SRUN_ARGS": "--label --unbuffered", "TORCHRUN_PREFIX": f"{container} exec image.sif"}
+    job = submit("--checkpoint", file=edited(tmp_path, "\n# module load", "\nsrun true\n#"), **hooks)
     wait_until(lambda: "started" in slurm.log(job))
+    assert "0: called with exec image.sif bash\n" in slurm.log(job)  # --label writes 0:
     slurm.command(*NEAR_THE_LIMIT, job)
     wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
     (tmp_path / "worker.py.end").touch()
