@@ -119,9 +119,14 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
 
 
 def test_a_cable_is_cut(network, small_mnist, tmp_path):
-    """ssh notices it, and the processes that have lost each other end after --timeout."""
+    """ssh notices it, here in seconds, and the processes that have lost each other end after --timeout."""
+    ssh, options = tmp_path / "ssh", tmp_path / "options"
+    short = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first value of an option counts
+    ssh.write_text(f'#!/bin/sh\necho "$@" >>{options}\nexec /usr/bin/ssh {short} "$@"\n')
+    ssh.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     flags = ("--hosts=node0,node1", "--interface=eth0", "--", *SMALL, small_mnist, "--epochs", 99, "--timeout", 5)
-    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
+    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log", **path) as launcher:
         launcher.wait_for("step 2 ")
         network.login.must("ip", "link", "set", "node1", "down")
         try:
@@ -129,3 +134,5 @@ def test_a_cable_is_cut(network, small_mnist, tmp_path):
             network.wait_until_empty()
         finally:
             network.login.must("ip", "link", "set", "node1", "up")
+    interval, count = re.findall(r"ServerAlive\w+=(\d+)", options.read_text())[:2]
+    assert int(interval) * int(count) == 120  # a silent Wi-Fi is no cut cable
