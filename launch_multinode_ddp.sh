@@ -13,6 +13,7 @@
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
+# If the terminal closes, the training stops: use tmux, or setsid nohup ./launch... > log 2>&1 &
 # This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
 # to all nodes. On one node with N processes, OMP_NUM_THREADS is by default its CPU cores / N.
 set -uo pipefail
