@@ -13,6 +13,7 @@
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
+# If the terminal closes, the training stops: use tmux, or setsid nohup ./launch... > log 2>&1 &
 # This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
 # to all nodes. On one node with N processes, OMP_NUM_THREADS is by default its CPU cores / N.
 set -uo pipefail
@@ -83,7 +84,8 @@ fi
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
-options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
+# As Wi-Fi may be silent for many seconds, ssh gives up only after two minutes.
+options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
 trap '' HUP INT TERM # ssh inherits this: a terminal signals it, too, before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"

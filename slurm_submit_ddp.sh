@@ -4,51 +4,63 @@
 #   sbatch slurm_submit_ddp.sh --epochs 10      # what follows goes to the training script
 #   sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 slurm_submit_ddp.sh
 #   sbatch --gpus-per-node=0 slurm_submit_ddp.sh                            # one process per node
+#   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh        # two on one node, one on the other
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
 # The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
 # training that fails is not requeued. Flags of sbatch, such as --partition and --gres=gpu:8, win
 # over the lines below. Submit it in the directory of the training script, which all nodes see.
+# To train in a container, export one of these, for pyxis or for apptainer:
+#   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
+#   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
 
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1      # torchrun, which starts the training processes
 #SBATCH --gpus-per-node=2
-#SBATCH --cpus-per-task=16       # of all processes of a node together
+#SBATCH --cpus-per-task=16       # of all processes of a node; remove it for --cpus-per-gpu
 #SBATCH --requeue                # by this script, and by Slurm after a preemption or a dead node
 #SBATCH --open-mode=append       # a requeued job resumes in the same log
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
-# The job has the environment of the shell that called sbatch. To use another one, load it here:
+# The job has the environment of the shell that called sbatch. With --export=NONE, it has that of a
+# login: set the variables above here, too. To use another environment, load it here:
 # module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
-script=${SCRIPT:-train_ddp.py}
-processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-cpus=${SLURM_CPUS_PER_TASK:-1} number=$processes
-# torchrun counts the GPUs for `gpu`. If Slurm has not counted them here, a process gets one thread.
-[[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
-# Where this is unset, torch starts one thread per process, or one for each core of the whole node.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
+script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it over from sbatch
-unset SLURM_GPUS_PER_NODE                           # srun would prefer it to the --gres of sbatch
+# srun does not take this over from sbatch. Its one task on a node gets the CPUs of all of sbatch's.
+tasks=${SLURM_NTASKS_PER_NODE:-1}
+cpus_per_task=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
+unset SLURM_GPUS_PER_NODE # srun would prefer it to the --gres of sbatch
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
-restarts=${SLURM_RESTART_COUNT:-0}
 echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $restarts"
-echo "processes per node: $processes, CPU threads per process: $OMP_NUM_THREADS"
+
+# Nodes may differ in their GPUs, so each runs this itself, inside the container if there is one.
+start_torchrun() {
+    processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
+    cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+    # torchrun counts the GPUs for `gpu`. If Slurm has not counted them, a process gets one thread.
+    [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
+    # Where this is unset, torch starts one thread per process, or one for each core of the node.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
+    echo "$SLURMD_NODENAME: processes: $processes, CPU threads per process: $OMP_NUM_THREADS"
+    trap '' USR1 # it is for the training processes; torchrun would die of it
+    exec torchrun --node-rank="$SLURM_NODEID" --nproc-per-node="$processes" "$@"
+}
 
 # bash acts on a signal only when no command runs in the foreground, so srun is in the background.
-# USR1 is for the training processes; torchrun would die of it.
-# shellcheck disable=SC2016 # SLURM_NODEID differs on each node
-srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --node-rank=$SLURM_NODEID "$@"' _ \
-    --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
-    --master-addr="$master" --master-port="$port" "$script" "$@" &
+# It starts one task per node, whatever sbatch was told, with the function that `declare -f` prints.
+# shellcheck disable=SC2086 # some variables are several words, or none
+srun --export=ALL --ntasks="$SLURM_NNODES" $cpus_per_task --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
+    ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
+    --nnodes="$SLURM_NNODES" --master-addr="$master" --master-port="$port" "$script" "$@" &
 srun=$! stopped=''
 
 save_and_stop() {

@@ -103,9 +103,11 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     network.wait_until_empty()
 
 
-@pytest.mark.parametrize(("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGTERM, ""), (signal.SIGKILL, "")])
+@pytest.mark.parametrize(
+    ("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGHUP, ""), (signal.SIGTERM, ""), (signal.SIGKILL, "")]
+)
 def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
-    """The first two as a terminal and `timeout` do it: they signal what the launcher has started, too."""
+    """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too."""
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
     with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
@@ -118,10 +120,32 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
         network.wait_until_empty()
 
 
+def test_a_closed_terminal(tmp_path):
+    """It ends torchrun, in spite of nohup, before the ranks have saved, but no session of its own."""
+    require("script", "setsid", root=False)
+    (tmp_path / "worker.py").write_text(WORKER)
+
+    def start(how):
+        command = f"{how} torchrun --standalone worker.py > '{how}' 2>&1 & wait"
+        return Background("script", "-q", "-c", command, "/dev/null", log=tmp_path / f"{how} log", cwd=tmp_path)
+
+    with start("setsid nohup") as session, start("nohup") as nohup:
+        for how, terminal in {"setsid nohup": session, "nohup": nohup}.items():
+            terminal.wait_for(lambda log=tmp_path / how: log.exists() and "started" in log.read_text())
+            terminal.process.kill()  # which closes it
+        nohup.wait_for(lambda: not nohup.pids())
+        assert 0 in session.pids() and not (tmp_path / "worker.py0").exists()
+
+
 def test_a_cable_is_cut(network, small_mnist, tmp_path):
-    """ssh notices it, and the processes that have lost each other end after --timeout."""
+    """ssh notices it, here in seconds, and the processes that have lost each other end after --timeout."""
+    ssh, options = tmp_path / "ssh", tmp_path / "options"
+    short = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first value of an option counts
+    ssh.write_text(f'#!/bin/sh\necho "$@" >>{options}\nexec /usr/bin/ssh {short} "$@"\n')
+    ssh.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     flags = ("--hosts=node0,node1", "--interface=eth0", "--", *SMALL, small_mnist, "--epochs", 99, "--timeout", 5)
-    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
+    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log", **path) as launcher:
         launcher.wait_for("step 2 ")
         network.login.must("ip", "link", "set", "node1", "down")
         try:
@@ -129,3 +153,5 @@ def test_a_cable_is_cut(network, small_mnist, tmp_path):
             network.wait_until_empty()
         finally:
             network.login.must("ip", "link", "set", "node1", "up")
+    interval, count = re.findall(r"ServerAlive\w+=(\d+)", options.read_text())[:2]
+    assert int(interval) * int(count) == 120  # a silent Wi-Fi is no cut cable

@@ -10,7 +10,14 @@ from conftest import ROOT, SCRIPTS, run, torchrun, weights
 
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
+ENVIRONMENT = f"export PATH={os.environ['PATH']} GLOO_SOCKET_IFNAME=eth0"
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
+
+
+def edited(folder, old, new):
+    """Write the file as a user has edited it; return its name."""
+    (folder / "job.sh").write_text(SUBMIT.read_text().replace(old, new))
+    return "job.sh"
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +54,21 @@ def test_srun_starts_several_worlds_of_one_but_its_shell_is_one(slurm, small_mni
 def test_processes_and_their_variables(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
-    jobs = {submit(flags=("--nodes=1", flag)): (processes, 16 // processes, 100) for flag, processes in flags.items()}
-    jobs[submit(NPROC_PER_NODE=3)] = (3, 5, 100)
-    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = (1, 7, 8)
-    for job, (processes, threads, timeout) in jobs.items():
-        line = f"started {processes} {threads} {timeout}"
-        assert re.findall("started .*", slurm.finish(job)[2]) == processes * [line]
+    jobs = {submit(flags=("--nodes=1", flag)): [(processes, 16 // processes, 100)] for flag, processes in flags.items()}
+    jobs[submit(NPROC_PER_NODE=3)] = [(3, 5, 100)]
+    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = [(1, 7, 8)]
+    jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
+    file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
+    jobs[submit(flags=("--nodes=1", "--cpus-per-gpu=4"), file=file)] = [(2, 4, 100)]
+    # A login does not set what the tests need. Two tasks have twice the CPUs.
+    file = edited(tmp_path, "\n# module load", f"\n{ENVIRONMENT} SCRIPT={tmp_path}/worker.py\n#")
+    jobs[submit(flags=("--export=NONE", "--ntasks-per-node=2"), file=file)] = 2 * [(2, 16, 100)]
+    for job, nodes in jobs.items():
+        log = slurm.finish(job)[2]
+        said = [f"processes: {processes}, CPU threads per process: {threads}" for processes, threads, _ in nodes]
+        assert sorted(re.findall(r"(?m)^node\d: (processes: .*)", log)) == said, log
+        started = [f"started {' '.join(map(str, node))}" for node in nodes for _ in range(node[0])]
+        assert sorted(re.findall("started .*", log)) == started, log
 
 
 def test_one_process_per_gpu(slurm, submit, tmp_path):
@@ -66,11 +82,13 @@ def test_one_process_per_gpu(slurm, submit, tmp_path):
 
 
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
-    """On nodes with two GPUs, as there are here, and with what `submit` has written in the place of many_gpus.py."""
+    """On nodes with two GPUs, and with what `submit` has written in the place of many_gpus.py; where sites differ."""
     (job,) = re.findall("^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
     (tmp_path / "worker.py.end").touch()
-    (tmp_path / "job.sh").write_text(job.replace("=4", "=2").replace("many_gpus.py", "worker.py"))
-    state, code, log = slurm.finish(slurm.command("sbatch", "--parsable", "job.sh", cwd=tmp_path).strip())
+    job = job.replace("=4", "=2").replace("many_gpus.py", "worker.py").replace("=32", "=16")
+    (tmp_path / "job.sh").write_text(job.replace("\n# Submit", f"\n{ENVIRONMENT}\n# Submit"))
+    job = submit(flags=("--export=NONE", "--ntasks-per-node=2"), file="job.sh")
+    state, code, log = slurm.finish(job)
     assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
 
 
@@ -96,11 +114,15 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     assert weights(log) == weights(undisturbed.stdout)
 
 
-def test_a_step_before_the_training(slurm, submit, tmp_path):
+def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_path):
     """The user stages data, say, at the place for modules, so the training is not step 0."""
-    (tmp_path / "job.sh").write_text(SUBMIT.read_text().replace("\n# module load", "\nsrun true\n#"))
-    job = submit("--checkpoint", file="job.sh")
+    container = tmp_path / "container"  # which acts on USR1 again, as apptainer makes it
+    container.write_text('#!/bin/sh\necho called with $1 $2 $3\nshift 2\nexec env --default-signal=USR1 "$@"\n')
+    container.chmod(0o755)
+    hooks = {"SRUN_ARGS": "--label --unbuffered", "TORCHRUN_PREFIX": f"{container} exec image.sif"}
+    job = submit("--checkpoint", file=edited(tmp_path, "\n# module load", "\nsrun true\n#"), **hooks)
     wait_until(lambda: "started" in slurm.log(job))
+    assert "0: called with exec image.sif bash\n" in slurm.log(job)  # --label writes 0:
     slurm.command(*NEAR_THE_LIMIT, job)
     wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
     (tmp_path / "worker.py.end").touch()
