@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cluster import TOOLS, Slurm, require
+from cluster import SLURM_TOOLS, TOOLS, Slurm, require
 from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, in_dir, run, torchrun, weights, write_mnist
 from test_checkpoint import spied
 
@@ -79,7 +79,7 @@ def test_links(copy):
 
 def test_submissions(copy, tmp_path):
     """Slurm takes them; the one for a larger cluster, with the numbers of this one."""
-    require(*TOOLS, "sbatch", "slurmctld", "slurmd")
+    require(*SLURM_TOOLS)
     assert len(SUBMISSIONS) == 3
     with Slurm.up(tmp_path) as slurm:
         for command in SUBMISSIONS:

@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
+from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, run, torchrun, weights
 
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
@@ -15,7 +15,7 @@ NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    require(*TOOLS, "sbatch", "script", "slurmctld", "slurmd")
+    require(*SLURM_TOOLS)
     with Slurm.up(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
