@@ -1,20 +1,33 @@
-"""Real hosts and a real Slurm on this machine, which leave no trace outside their namespaces."""
+"""Real hosts and a real Slurm on this machine, which leave no trace outside their namespaces.
+
+`python tests/cluster.py` opens a shell on them.
+"""
 
 import contextlib
 import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, run, wait_until
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import of torch, which takes seconds, in silence
+from conftest import ROOT, environment, run, wait_until
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 ADDRESSES = {"login": "10.213.0.1", "node0": "10.213.0.10", "node1": "10.213.0.11"}
 TOOLS = ("unshare", "nsenter", "ip", "ssh-keygen", "sshd", "tcsh")
+SLURM_TOOLS = (*TOOLS, "sbatch", "script", "slurmctld", "slurmd")
+# Debian's packages, where a program's name is not that of its package.
+PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "script": "bsdutils", "ip": "iproute2", "tc": "iproute2"}
+PACKAGES |= {"ssh-keygen": "openssh-client", "sshd": "openssh-server", "sbatch": "slurm-client"}
 PASSWD = Path("/etc/passwd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
@@ -36,8 +49,11 @@ for _ in range(50 if "short" in sys.argv else 6000):
 
 
 def require(*programs, root=True):
-    if (root and os.geteuid() != 0) or not all(map(shutil.which, programs)):
-        pytest.skip(f"needs {', '.join(programs)}{' and root' * root}")
+    missing = [program for program in programs if not shutil.which(program)]
+    needs = ["root"] * (root and os.geteuid() != 0) + missing
+    packages = {PACKAGES.get(program, program): None for program in missing}
+    if needs:
+        pytest.skip(f"needs {', '.join(needs)}" + f" (Debian: apt install {' '.join(packages)})" * bool(missing))
 
 
 class Host:
@@ -98,7 +114,7 @@ class Network:
             yield network
         finally:
             for host in network.hosts:
-                host.process.kill()
+                host.process.stdin.close()  # which ends its first process, and with that, all others
                 host.process.wait()
 
     def start(self):
@@ -117,7 +133,7 @@ class Network:
         for host in self.hosts:
             host.must("ip", "address", "add", f"{ADDRESSES[host.name]}/24", "dev", "eth0")
             host.must("ip", "link", "set", "eth0", "up")
-            options = (f"-oAuthorizedKeysFile={folder}/key.pub", "-oStrictModes=no")
+            options = (f"-oAuthorizedKeysFile={folder}/key.pub", "-oStrictModes=no", f"-oSetEnv=TMPDIR={folder}")
             host.must("/usr/sbin/sshd", "-f", "/dev/null", "-h", folder / "key", *options)
             wait_until(lambda host=host: ":22 " in host.must("ss", "--listening", "--tcp", "--numeric"))
 
@@ -155,9 +171,10 @@ class Slurm(Network):
 
     def start(self):
         super().start()
-        self.env = {"SLURM_CONF": self.folder / "slurm.conf", "GLOO_SOCKET_IFNAME": "eth0"}
+        self.env = {"SLURM_CONF": self.folder / "slurm.conf", "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": self.folder}
         self.env["SLURM_CONF"].write_text(self.CONF.format(folder=self.folder))
-        (self.folder / "gres.conf").write_text("NodeName=node[0-1] Name=gpu File=/dev/null,/dev/zero\n")
+        gpus = "Name=gpu File=/dev/null,/dev/zero Flags=no_gpu_env"  # a job must not choose among GPUs that are real
+        (self.folder / "gres.conf").write_text(f"NodeName=node[0-1] {gpus}\n")
         self.command = functools.partial(self.login.must, **self.env)
         self.command("/usr/sbin/slurmctld")
         for node in self.nodes:
@@ -176,3 +193,54 @@ class Slurm(Network):
         """Wait for a job's end, through requeues; return its state, its exit code as Slurm has it, and its log."""
         wait_until(lambda: self.job(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
         return self.job(job), self.job(job, "ExitCode"), self.log(job)
+
+
+class Practice(Slurm):
+    """A node that says nothing is down after seconds, not minutes; with its cable back, it takes jobs again."""
+
+    CONF = Slurm.CONF + "SlurmdTimeout=10\nReturnToService=1\n"
+
+
+TRAINING = "--dataset synthetic --train-size 7680"
+TRY = f"""
+This is `login`. It shares its files with two nodes, node0 and node1. `exit` ends all three and deletes $SCRATCH.
+
+sinfo
+./launch_multinode_ddp.sh --hosts node0,node1 --interface eth0 -- {TRAINING}
+
+# The same training as a job. It runs for a minute or two, and ends on the same hash, whatever its nodes do.
+rm -f $SCRATCH/*; sbatch --gpus-per-node=0 slurm_submit_ddp.sh {TRAINING} --checkpoint $SCRATCH/ck.pt --save-every 10
+squeue
+tail -F $SCRATCH/slurm.out       # Ctrl-C ends `tail`, not the job
+
+# Take a node away: the job is requeued. Give it back: the job resumes, after some 10 s.
+scontrol update nodename=node1 state=down reason=practice
+scontrol update nodename=node1 state=resume
+
+# Pull a node's cable: Slurm notices it within half a minute. Put it back.
+ip link set node1 down
+ip link set node1 up
+"""
+
+
+def main():
+    for how in (signal.SIGHUP, signal.SIGTERM):  # of a closed terminal, say
+        signal.signal(how, lambda *_: sys.exit(1))
+    try:
+        require(*SLURM_TOOLS)
+        with tempfile.TemporaryDirectory(prefix="practice-") as folder, Practice.up(Path(folder)) as slurm:
+            scratch = Path(folder, "scratch")
+            scratch.mkdir()
+            print(TRY)
+            names = {"SCRATCH": scratch, "SBATCH_OUTPUT": scratch / "slurm.out", "OMP_NUM_THREADS": 1}
+            # A ~/.bashrc might set another PATH, and bash would write a history.
+            shell = ("env", "HISTFILE=", r"PS1=\h:\W# ", "bash", "--norc", "-i")
+            subprocess.run(slurm.login.inside(*shell), env=environment(**slurm.env, **names))
+    except (pytest.skip.Exception, AssertionError) as error:  # of require(), Host
+        sys.exit(f"tests/cluster.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,11 +64,11 @@ def torchrun(nproc, *flags):
 class Background:
     """A command, such as torchrun, and all that it has started; leaving `with` kills what is left of them."""
 
-    def __init__(self, *command, log, cwd=ROOT, **env):
+    def __init__(self, *command, log, cwd=ROOT, stdin=subprocess.DEVNULL, **env):
         self.log = log
         env = environment(**env, TEST_LOG=log)  # all that the command starts has this variable, too
         with log.open("w") as file:
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            pipes = {"stdin": stdin, "stdout": file, "stderr": file}
             self.process = subprocess.Popen([*map(str, command)], cwd=cwd, env=env, **pipes)
 
     def __enter__(self):

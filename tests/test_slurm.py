@@ -5,8 +5,9 @@ import re
 import signal
 
 import pytest
-from cluster import SMALL, TOOLS, WORKER, Slurm, require, wait_until
+from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, run, torchrun, weights
+from test_readme import SUBMISSIONS, fenced
 
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
@@ -22,7 +23,7 @@ def edited(folder, old, new):
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    require(*TOOLS, "sbatch", "script", "slurmctld", "slurmd")
+    require(*SLURM_TOOLS)
     with Slurm.up(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
 
@@ -83,13 +84,22 @@ def test_one_process_per_gpu(slurm, submit, tmp_path):
 
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     """On nodes with two GPUs, and with what `submit` has written in the place of many_gpus.py; where sites differ."""
-    (job,) = re.findall("^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+    (job,) = fenced("sh")
     (tmp_path / "worker.py.end").touch()
     job = job.replace("=4", "=2").replace("many_gpus.py", "worker.py").replace("=32", "=16")
     (tmp_path / "job.sh").write_text(job.replace("\n# Submit", f"\n{ENVIRONMENT}\n# Submit"))
     job = submit(flags=("--export=NONE", "--ntasks-per-node=2"), file="job.sh")
     state, code, log = slurm.finish(job)
     assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
+
+
+def test_the_submissions_of_the_readme(slurm):
+    """Slurm takes them; the one for a larger cluster, with the numbers of this one."""
+    assert len(SUBMISSIONS) == 3
+    for command in SUBMISSIONS:
+        command = command.replace("--nodes=4 --gpus-per-node=8 --cpus-per-task=64", "--nodes=1 --gpus-per-node=1")
+        command = slurm.login.inside("bash", "-c", command.replace("sbatch ", "sbatch --test-only "))
+        assert " to start at " in run(command, **slurm.env).stderr
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
