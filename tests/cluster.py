@@ -31,10 +31,10 @@ PACKAGES |= {"ssh-keygen": "openssh-client", "sshd": "openssh-server", "sbatch":
 PASSWD = Path("/etc/passwd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
-# What takes the place of a training. Asked to stop, it takes a second to save, or 12. It writes lines in one piece.
+# What takes the place of a training. Asked to stop, it takes a second to save, or 6. It writes lines in one piece.
 WORKER = """import os, signal, sys, time
 def save(*_):
-    time.sleep(12 if "slow" in sys.argv else 1)
+    time.sleep(6 if "slow" in sys.argv else 1)
     print("saving", flush=True)  # which must not fail
     open(__file__ + os.environ["RANK"], "w")
     sys.exit(3 if "fail" in sys.argv else 0)

@@ -8,6 +8,7 @@ import pytest
 from cluster import SLURM_TOOLS, TRY, WORKER, require
 from conftest import Background, run, wait_until
 
+pytestmark = pytest.mark.cluster
 START = (sys.executable, "tests/cluster.py")
 
 

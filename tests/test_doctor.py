@@ -4,7 +4,7 @@ import re
 
 import doctor
 import pytest
-from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
+from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, with_small_model, write_mnist
 
 DOCTOR = ROOT / "tests" / "doctor.py"
 
@@ -291,7 +291,7 @@ def test_twins_end_on_their_hash(script, small_mnist, tmp_path):
     flags = ("--data-dir", small_mnist, "--train-size", 400, "--batch-size", 50, "--accum-steps", 2, "--epochs")
     hashes = [weights(finish(script, *flags, 1))]
     for epochs in (1, 2):
-        output = finish(examine, ROOT / script, *flags, epochs, "--checkpoint", tmp_path / "ck.pt")
+        output = finish(with_small_model, examine, ROOT / script, *flags, epochs, "--checkpoint", tmp_path / "ck.pt")
         assert "nothing found" in output
         hashes.append(weights(output))
     assert hashes[0] == hashes[1] != hashes[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import SMALL, TOOLS, WORKER, Network, require
-from conftest import ROOT, SCRIPTS, TORCHRUN, Background, run, weights
+from conftest import ROOT, SCRIPTS, TORCHRUN, Background, finish, run, run_script, weights
 
 LAUNCHER = ROOT / "launch_multinode_ddp.sh"
 ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a file
@@ -70,8 +70,9 @@ def test_what_is_printed():
     assert f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=1 " in second
 
 
+@pytest.mark.cluster
 def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
-    """Over ssh, with the twin; by a printed command as it stands, and --node-rank; here, beside the launcher."""
+    """Over ssh, with the twin, beside the launcher; by a printed command as it stands, and --node-rank; and here."""
     arguments, threads = ("--", *SMALL, small_mnist, "--epochs", 1, "--metrics", tmp_path / ODD), {"OMP_NUM_THREADS": 1}
     flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SCRIPTS[1])
     ssh = network.login.must(LAUNCHER, *flags, *arguments, cwd=tmp_path, **threads)
@@ -81,10 +82,10 @@ def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
     with Background(*network.nodes[0].inside("bash", "-c", printed), log=tmp_path / "log") as first:
         network.nodes[1].must(LAUNCHER, *flags, "--node-rank=1", *arguments, **threads)
         assert first.wait() == 0, first.output()
-    here = run([LAUNCHER, "--nproc-per-node=2", *arguments], cwd=tmp_path, **threads)
-    assert weights(ssh) == weights(first.output()) == weights(here.stdout)
+    assert weights(ssh) == weights(first.output()) == weights(finish(run_script, SCRIPTS[1], *arguments[1:]))
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("hosts", "cwd", "path", "code", "words"),
     [
@@ -103,6 +104,7 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     network.wait_until_empty()
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGHUP, ""), (signal.SIGTERM, ""), (signal.SIGKILL, "")]
 )
@@ -137,6 +139,7 @@ def test_a_closed_terminal(tmp_path):
         assert 0 in session.pids() and not (tmp_path / "worker.py0").exists()
 
 
+@pytest.mark.cluster
 def test_a_cable_is_cut(network, small_mnist, tmp_path):
     """ssh notices it, here in seconds, and the processes that have lost each other end after --timeout."""
     ssh, options = tmp_path / "ssh", tmp_path / "options"

@@ -6,9 +6,10 @@ import signal
 
 import pytest
 from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS, run, torchrun, weights
+from conftest import ROOT, SCRIPTS, SMALL_MODEL, finish, run, weights
 from test_readme import SUBMISSIONS, fenced
 
+pytestmark = pytest.mark.cluster
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 ENVIRONMENT = f"export PATH={os.environ['PATH']} GLOO_SOCKET_IFNAME=eth0"
@@ -104,14 +105,14 @@ def test_the_submissions_of_the_readme(slurm):
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
     """The twin, as the file asks for it, but for the CPUs; an argument has spaces."""
-    arguments, SCRIPT = (*SMALL, small_mnist, "--epochs", 4), ROOT / SCRIPTS[1]
+    arguments = (SCRIPTS[1], *SMALL, small_mnist, "--epochs", 4)
     saved = ("--checkpoint", "ck.pt", "--metrics", "a 'metrics' file*")
-    job = submit(*arguments, *saved, flags=["--cpus-per-task=2"], SCRIPT=SCRIPT)
+    job = submit(*arguments, *saved, flags=["--cpus-per-task=2"], SCRIPT=SMALL_MODEL, PAUSE=1)
     wait_until(lambda: "step 1 " in slurm.log(job))
     for node in slurm.nodes:  # as Slurm looks at limits every 30 s
-        node.signal(signal.SIGSTOP, f"-u {SCRIPT}")  # how torchrun calls it
+        node.signal(signal.SIGSTOP, f"-u {SMALL_MODEL}")  # how torchrun calls it
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    undisturbed = run([*torchrun(4), SCRIPT, *arguments], OMP_NUM_THREADS=1)
+    undisturbed = finish(*arguments, nproc=4)
     wait_until(lambda: "time is nearly up" in slurm.log(job))
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     for node in slurm.nodes:
@@ -121,7 +122,7 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
     assert "on node[0-1], meeting at node0:" in log and (tmp_path / "a 'metrics' file*").exists()
     # Each epoch has one step: none was trained twice, and some were left for after the requeue.
     assert log.count("step 1 ") == 4 and "step 1 " in log.partition("requeued")[2]
-    assert weights(log) == weights(undisturbed.stdout)
+    assert weights(log) == weights(undisturbed)
 
 
 def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_path):

@@ -124,7 +124,7 @@ def test_stopping_early(source, train_many):
 
 
 def test_nobody_reads_before_rank_0_has_written(train_many):
-    source = MANY.replace("    torch.save(", "    os.system('sleep 3')\n    torch.save(")
+    source = MANY.replace("    torch.save(", "    os.system('sleep 1')\n    torch.save(")
     reading = lesson("dist.barrier()\nmodel").replace("best.pt", "model.pt")
     source = source.replace("dist.destroy", f"{reading}dist.destroy")
     output, _ = train_many(source.replace("dist.barrier()\n", ""), run=break_off)  # there is no file yet
