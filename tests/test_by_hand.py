@@ -3,16 +3,18 @@
 import argparse
 import contextlib
 import functools
+import re
 import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import finish
+from conftest import MANUAL, ROOT, Ranks, finish, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_readme import LESSONS, MANY
+from test_checkpoint import spied
+from test_readme import LESSONS, MANY, README
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -87,13 +89,12 @@ def train(build, accum, way):
     return dict(model.state_dict())
 
 
-def same_training():
+def same_training(*models):
     """A sum of two has one order, so float32 is compared bit by bit; from three on, float64 leaves no doubt."""
     dist.init_process_group("gloo")
     two = dist.get_world_size() == 2
     torch.set_default_dtype(torch.float32 if two else torch.float64)
-    resnet = [(train_ddp.build_model, 2)] if two else []  # with more, it takes half a minute, and shows nothing more
-    for build, accum in (*resnet, (TinyTransformer, 1), (TinyTransformer, 2)):
+    for build, accum in models:
         oracle, *others = (train(build, accum, way) for way in ("gather", "DDP", *SYNCS))
         for other in others:
             torch.testing.assert_close(other, oracle, rtol=0 if two else 1e-8, atol=0 if two else 1e-9)
@@ -177,10 +178,17 @@ def any_module():
         model(rank).backward()
 
 
+RESNET, TRANSFORMERS = (train_ddp.build_model, 2), ((TinyTransformer, 1), (TinyTransformer, 2))
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("check", [same_training, any_module])
-def test_averager(check, world_size):
-    finish(check, nproc=world_size)
+def test_averager(world_size):
+    finish(any_module, nproc=world_size)
+    finish(same_training, *TRANSFORMERS, nproc=world_size)
+
+
+def test_averager_with_three_buckets():
+    finish(same_training, RESNET)
 
 
 @settings(max_examples=300, deadline=None)
@@ -192,6 +200,52 @@ def test_indices_are_torchs(size, world_size, seed, epoch):
         ours.set_epoch(epoch)
         torchs.set_epoch(epoch)
         assert list(ours) == list(torchs) and len(ours) == len(torchs)
+
+
+BROKEN = [  # a line, and the README's in its place
+    ("manual_seed(self.seed + self.epoch)", "manual_seed(self.seed + self.epoch + self.rank)"),
+    ("torch.div(p.grad, dist.get_world_size(), out=view)", "view.copy_(p.grad)"),
+]
+
+
+@pytest.mark.parametrize(("line", "instead"), BROKEN)
+def test_break_it(line, instead, small_mnist, tmp_path):
+    """No message; the same images on both ranks, or, by Adam, almost the same losses."""
+    flags, losses, hashes = ("--data-dir", small_mnist, "--train-size", 320, "--batch-size", 16, "--epochs", 1), [], []
+    source = (ROOT / MANUAL).read_text()
+    assert line in source and instead in README
+    for name, text in (("whole", source), ("broken", source.replace(line, instead))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / MANUAL).write_text(text)
+        output = finish(spied, folder, folder / MANUAL, *flags)
+        losses.append(float(re.search(r"step 10 .* loss (\S+)", output)[1]))
+        hashes.append(weights(output))
+        first, second = ({*(folder / f"rank{rank}").read_text().split()} for rank in (0, 1))
+        twice = len(first & second)  # of 320
+        assert twice == 0 if line == BROKEN[1][0] or name == "whole" else 60 < twice < 100
+    assert hashes[0] != hashes[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def send_in_any_order(self, bucket, p):
+    if self.accumulating:
+        return
+    bucket.collect(p)
+    if not bucket.pending:
+        bucket.send()
+
+
+def with_any_order(function, *arguments):
+    GradientAverager._on_gradient = send_in_any_order
+    function(*arguments)
+
+
+def test_break_the_order_of_buckets():
+    """With ResNet18, whose buckets fill in one order, nothing changes; where ranks use other parameters, they fail."""
+    assert "if not bucket.pending: bucket.send()" in README
+    finish(with_any_order, same_training, RESNET)
+    with Ranks(with_any_order, any_module) as ranks:
+        assert any(ranks.wait())
 
 
 def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many):
