@@ -3,6 +3,7 @@
 `python tests/cluster.py` opens a shell on them.
 """
 
+import argparse
 import contextlib
 import functools
 import os
@@ -203,40 +204,46 @@ class Practice(Slurm):
 
 TRAINING = "--dataset synthetic --train-size 7680"
 TRY = f"""
-This is `login`. It shares its files with two nodes, node0 and node1. `exit` ends all three and deletes $SCRATCH.
+This is `login`. You are root, and your files are those of your machine, which two nodes share: node0 and node1. They
+only pretend to have GPUs, so jobs ask for none. `exit` ends all three and deletes $SCRATCH. Paste line by line:
 
 sinfo
 ./launch_multinode_ddp.sh --hosts node0,node1 --interface eth0 -- {TRAINING}
 
-# The same training as a job. It runs for a minute or two, and ends on the same hash, whatever its nodes do.
-rm -f $SCRATCH/*; sbatch --gpus-per-node=0 slurm_submit_ddp.sh {TRAINING} --checkpoint $SCRATCH/ck.pt --save-every 10
-squeue
-tail -F $SCRATCH/slurm.out       # Ctrl-C ends `tail`, not the job
+# The same training as a job. It takes a minute or two and ends on the same weights_sha256, whatever its nodes do.
+FLAGS="{TRAINING} --checkpoint $SCRATCH/ck.pt --save-every 10"
+rm -f $SCRATCH/ck.pt; JOB=$(sbatch --parsable --gpus-per-node=0 slurm_submit_ddp.sh $FLAGS)
+squeue                             # PD: it waits, R: it runs, CG: it is being ended
+tail -F $SCRATCH/slurm-$JOB.out    # Ctrl-C ends `tail`, not the job
 
-# Take a node away: the job is requeued. Give it back: the job resumes, after some 10 s.
+# While it trains, take a node away: all ranks save, torchrun shows a traceback, and the job is requeued.
 scontrol update nodename=node1 state=down reason=practice
+# Give it back: the job resumes, after some 10 s.
 scontrol update nodename=node1 state=resume
 
-# Pull a node's cable: Slurm notices it within half a minute. Put it back.
+# While a job trains, pull a node's cable: nobody can save. Slurm notices it within half a minute.
 ip link set node1 down
+# Put it back: the job resumes from its last save, within two minutes.
 ip link set node1 up
 """
 
 
 def main():
+    argparse.ArgumentParser(description="Start a login host, two nodes and Slurm; open a shell.").parse_args()
     for how in (signal.SIGHUP, signal.SIGTERM):  # of a closed terminal, say
         signal.signal(how, lambda *_: sys.exit(1))
     try:
         require(*SLURM_TOOLS)
+        assert sys.stdin.isatty(), "needs a terminal"
         with tempfile.TemporaryDirectory(prefix="practice-") as folder, Practice.up(Path(folder)) as slurm:
             scratch = Path(folder, "scratch")
             scratch.mkdir()
             print(TRY)
-            names = {"SCRATCH": scratch, "SBATCH_OUTPUT": scratch / "slurm.out", "OMP_NUM_THREADS": 1}
+            names = {"SCRATCH": scratch, "SBATCH_OUTPUT": scratch / "slurm-%j.out", "OMP_NUM_THREADS": 1}
             # A ~/.bashrc might set another PATH, and bash would write a history.
             shell = ("env", "HISTFILE=", r"PS1=\h:\W# ", "bash", "--norc", "-i")
             subprocess.run(slurm.login.inside(*shell), env=environment(**slurm.env, **names))
-    except (pytest.skip.Exception, AssertionError) as error:  # of require(), Host
+    except (pytest.skip.Exception, AssertionError) as error:  # of require(), Host, and the one above
         sys.exit(f"tests/cluster.py: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -32,13 +32,12 @@ def press(terminal, keys):
 
 def test_a_node_is_taken_away_and_given_back(terminal, tmp_path):
     """By the lines that the cluster says to try, as they stand."""
-    (sbatch,), (tail,), (down, resume) = (
-        [line for line in TRY.splitlines() if word in line] for word in ("sbatch ", "tail -F", "scontrol ")
-    )
+    words = ("FLAGS=", "$(sbatch ", "tail -F", "scontrol ")
+    (flags,), (sbatch,), (tail,), (down, resume) = ([line for line in TRY.splitlines() if w in line] for w in words)
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     terminal.wait_for("login:.*# ")
-    press(terminal, f"export SCRIPT={worker}\n{sbatch}\n{tail}\n")
+    press(terminal, f"export SCRIPT={worker}\n{flags}\n{sbatch}\n{tail}\n")
     terminal.wait_for("\nstarted 1 1 (?s:.*)\nstarted 1 1 ")
     press(terminal, "\x03")  # ends `tail`, and nothing else
     press(terminal, f"{down}\n{resume}\n{tail}\n")

@@ -165,7 +165,9 @@ def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line
 def test_ctrl_c_without_a_checkpoint_says_nothing_in_the_row_of_the_bar(small_mnist):
     flags = ("--data-dir", small_mnist, "--epochs", 999, "--batch-size", 50, "--log-interval", 1)
     *reports, bar = shown(on_a_terminal(DDP, *flags, stop_at="step 2 "))
-    assert all(re.match(r"rank 0|world_size|epoch|\[Gloo\]", row) for row in reports) and re.fullmatch(r".* \d+/12 \[.*]|", bar)
+    assert all(re.match(r"rank 0|world_size|epoch|\[Gloo\]", row) for row in reports) and re.fullmatch(
+        r".* \d+/12 \[.*]|", bar
+    )
 
 
 VALUES = {"lr": 3.6866e-06, "speed": 12036.4, "count": 60_000, "words": "a b"}
