@@ -3,26 +3,11 @@
 import difflib
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 from cluster import TOOLS, require
-from conftest import (
-    DDP,
-    MANUAL,
-    ROOT,
-    SCRIPTS,
-    SMALL_MODEL,
-    Background,
-    Ranks,
-    finish,
-    in_dir,
-    run,
-    torchrun,
-    weights,
-    write_mnist,
-)
+from conftest import DDP, ROOT, SCRIPTS, Ranks, in_dir, run, write_mnist
 from test_checkpoint import spied
 
 README = (ROOT / "README.md").read_text()
@@ -47,7 +32,6 @@ ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
 LESSON_FILES = ("one_gpu.py", "many_gpus.py", "own_loop.py")
 ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / name).read_text() for name in LESSON_FILES)
-FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see the README's trouble with workers
 PRINTS = {  # what a command begins with, and what it prints; all others train
     "diff ": "< from torch.nn.parallel import DistributedDataParallel\n",
     "python tests/benchmark.py": "| --sync flat |",
@@ -143,27 +127,11 @@ def test_flags_that_are_named_exist():
     assert named - ours <= {*others.split()}
 
 
-def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
-    """Workers outlive torchrun's SIGTERM until their rank has saved, and the twin ends on the quiet run's weights."""
-    for script in SCRIPTS:
-        source = (ROOT / script).read_text()  # of two definitions, the later one counts
-        source = source.replace("\nif __name__ ==", f"\n{lesson('def load_data')}\nif __name__ ==")
-        call = re.search(r"(?m)^    # return DataLoader\(.*\n    # .*\n", source)[0]
-        workers = call.replace("    # ", "    ").replace("num_workers=4", "num_workers=1").replace("fork", FORK)
-        (tmp_path / f"workers_{script}").write_text(source.replace(call, workers))
-        alone = "    return DataLoader(dataset, args.batch_size, sampler=indices)\n"
-        (tmp_path / script).write_text(source.replace(call, alone))
-    flags = ("--epochs", 1, "--batch-size", 16, "--log-interval", 1)
-    quiet = finish(tmp_path / DDP, *flags)
-    assert "  test_samples 101\n" in quiet
-    flags += ("--checkpoint", tmp_path / "ck.pt")
-    command = (*torchrun(2), SMALL_MODEL, tmp_path / f"workers_{DDP}", *flags)
-    with Background(*command, log=tmp_path / "log", PAUSE=0.5) as job:
-        job.wait_for("step 2 ")
-        job.process.terminate()
-        job.wait()
-        assert "stopped by a signal" in job.output() and "step 20 " not in job.output()
-    assert weights(finish(tmp_path / MANUAL, *flags)) == weights(quiet)
+def test_the_lowest_versions_are_those_of_the_requirements():
+    (lowest,) = re.findall("lowest versions, (.*?);", README)
+    for name, version in re.findall("(torch|torchvision)>=(.*)", (ROOT / "requirements.txt").read_text()):
+        assert f"{name} {version}." in lowest
+    assert 'target-version = "py310"' in (ROOT / ".ruff.toml").read_text() and "Python 3.10" in lowest
 
 
 def test_a_curve(tmp_path, monkeypatch):

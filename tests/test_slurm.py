@@ -7,7 +7,7 @@ import signal
 import pytest
 from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, SMALL_MODEL, finish, run, weights
-from test_readme import SUBMISSIONS, fenced
+from test_readme import README, SUBMISSIONS, fenced
 
 pytestmark = pytest.mark.cluster
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
@@ -101,6 +101,14 @@ def test_the_submissions_of_the_readme(slurm):
         command = command.replace("--nodes=4 --gpus-per-node=8 --cpus-per-task=64", "--nodes=1 --gpus-per-node=1")
         command = slurm.login.inside("bash", "-c", command.replace("sbatch ", "sbatch --test-only "))
         assert " to start at " in run(command, **slurm.env).stderr
+
+
+def test_an_interactive_allocation(slurm, submit, tmp_path):
+    """As the README has it, where #SBATCH lines are comments."""
+    (tmp_path / "worker.py.end").touch()
+    (salloc,) = re.findall(r"`salloc (.*?) bash slurm_submit_ddp.sh`", README)
+    output = slurm.command("salloc", *salloc.split(), "bash", SUBMIT, SCRIPT=tmp_path / "worker.py")
+    assert output.count("started 2 8 100") == 4
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):

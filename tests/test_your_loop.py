@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import (
+    DDP,
     MANUAL,
     ROOT,
+    SCRIPTS,
+    SMALL_MODEL,
     Background,
     Ranks,
     fail,
@@ -25,6 +28,7 @@ from conftest import (
     run,
     run_script,
     torchrun,
+    weights,
     with_small_model,
     write_mnist,
 )
@@ -163,6 +167,32 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
     env = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     threads = run([sys.executable, tmp_path / "threads.py"], **env).stdout
     assert "python" in threads and "gloo" not in threads
+
+
+FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see the README's trouble with workers
+
+
+def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
+    """Workers outlive torchrun's SIGTERM until their rank has saved, and the twin ends on the quiet run's weights."""
+    for script in SCRIPTS:
+        source = (ROOT / script).read_text()  # of two definitions, the later one counts
+        source = source.replace("\nif __name__ ==", f"\n{lesson('def load_data')}\nif __name__ ==")
+        call = re.search(r"(?m)^    # return DataLoader\(.*\n    # .*\n", source)[0]
+        workers = call.replace("    # ", "    ").replace("num_workers=4", "num_workers=1").replace("fork", FORK)
+        (tmp_path / f"workers_{script}").write_text(source.replace(call, workers))
+        alone = "    return DataLoader(dataset, args.batch_size, sampler=indices)\n"
+        (tmp_path / script).write_text(source.replace(call, alone))
+    flags = ("--epochs", 1, "--batch-size", 16, "--log-interval", 1)
+    quiet = finish(tmp_path / DDP, *flags)
+    assert "  test_samples 101\n" in quiet
+    flags += ("--checkpoint", tmp_path / "ck.pt")
+    command = (*torchrun(2), SMALL_MODEL, tmp_path / f"workers_{DDP}", *flags)
+    with Background(*command, log=tmp_path / "log", PAUSE=0.5) as job:
+        job.wait_for("step 2 ")
+        job.process.terminate()
+        job.wait()
+        assert "stopped by a signal" in job.output() and "step 20 " not in job.output()
+    assert weights(finish(tmp_path / MANUAL, *flags)) == weights(quiet)
 
 
 def shown(source, nproc, folder):
