@@ -20,7 +20,7 @@ set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
 check_number() { # flag, value, least, most
-    [[ $2 =~ ^[0-9]{1,5}$ && $2 -ge $3 && $2 -le $4 ]] || fail "$1 $2: give a number from $3 to $4"
+    [[ $2 =~ ^(0|[1-9][0-9]{0,4})$ && $2 -ge $3 && $2 -le $4 ]] || fail "$1 $2: give a number from $3 to $4"
 }
 
 nproc_per_node=1 script=train_ddp.py nnodes='' node_rank='' master_addr='' master_port=29500

@@ -119,7 +119,7 @@ class GradientAverager:
 
     `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each as soon as it is
     full, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704); "flat" sends one
-    message per dtype in average(); "per-parameter" sends one per parameter in average(), and
+    message in average(), if all have one dtype; "per-parameter" sends one per parameter there, and
     waits for it before the next. Gradients are dense. A parameter that no rank has used gets
     zeros. With "bucketed", a backward() that lacks its no_sync() raises RuntimeError. Between
     backward() and average(), a p.grad may be half a sum: do not read it.
@@ -453,18 +453,17 @@ def log(args, **values):
         if isinstance(value, float):
             value = f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
         words.append(f"{name} {value}")
-    tqdm.write(f"{'  '.join(words)}\n", end="")  # in one piece, above the bar if there is one
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee log` as well: save all the same
+        tqdm.write(f"{'  '.join(words)}\n", end="")  # in one piece, above the bar if there is one
+        sys.stdout.flush()
     with args.metrics.open("a") as file:
         file.write(json.dumps(values) + "\n")
 
 
 def refuse_silent_mistakes():
     """Exit if the way in which this process was started would fail without a message."""
-    # A shell of `srun --pty` is task 0. The other tasks have no terminal, and end at once.
-    shell = "SLURM_PTY_PORT" in os.environ and os.environ["SLURM_PROCID"] == "0"
-    alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or shell
-    if "RANK" not in os.environ and not alone:
+    several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    if several and not sys.stdin.isatty():  # which it is in a shell of `srun --pty`
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
@@ -571,7 +570,7 @@ def positive(kind, or_zero=False):
 
 
 def parse_args():
-    """Return the flags. A mistake ends the process with a line that names it, and exit code 2."""
+    """Return the flags. An invalid one ends the process with a line that names it, and code 2."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add, count, rate = parser.add_argument, positive(int), positive(float)
     add("--epochs", type=positive(int, or_zero=True), default=3, metavar="N", help="0: only test")
@@ -592,7 +591,7 @@ def parse_args():
     add("--log-interval", type=count, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
-    add("--save-every", type=rate, default=math.inf, metavar="N", help="N steps; inf: epochs only")
+    add("--save-every", type=count, default=math.inf, metavar="N", help="N steps; inf: epochs only")
     args = parser.parse_args()
     if args.save_every < math.inf and not args.checkpoint:
         parser.error("--save-every needs --checkpoint FILE")

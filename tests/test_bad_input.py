@@ -15,9 +15,9 @@ from torchvision.datasets import MNIST
 import train_ddp
 
 POSITIVE = {
-    "positive int": ("--accum-steps 0", "--train-size 0", "--log-interval 0", "--train-size -1"),
+    "positive int": ("--accum-steps 0", "--train-size 0", "--log-interval 0", "--train-size -1", "--save-every 0.5"),
     "non-negative int": ("--epochs -1", "--seed -1"),
-    "positive float": ("--lr 0.0", "--timeout 0.0", "--save-every 0", "--save-every -1", "--lr nan"),
+    "positive float": ("--lr 0.0", "--timeout 0.0", "--lr nan"),
     "non-negative float": ("--clip-grad-norm -1.0",),
 }
 MISTAKES = {

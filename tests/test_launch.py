@@ -33,6 +33,7 @@ MISTAKES = {
     "--epochs 3": "unknown argument --epochs (see --help; those of the training script follow --)",
     "--script -- --epochs 3": "--script needs a value",
     "--nproc_per_node=two": "--nproc-per-node two: give a number from 1 to 9999",
+    "--nproc-per-node=08": "--nproc-per-node 08: give a number from 1 to 9999",
     "--nnodes=2 --node-rank=2": "--node-rank 2: give a number from 0 to 1",
     "--nnodes=2 --node-rank=0": "--node-rank needs --master-addr, too",
     "--hosts=node0 --node-rank=0": "--hosts starts every node: no --nnodes, no --node-rank",

@@ -51,6 +51,10 @@ def test_srun_starts_several_worlds_of_one_but_its_shell_is_one(slurm, small_mni
     terminal = ("script", "--quiet", "--command", f"srun {train % '--pty'}", "/dev/null")
     shell = slurm.login.must(*terminal, **slurm.env)
     assert weights(shell) and "task 1: Exited with exit code 1" in shell
+    nested = f"salloc --ntasks=2 srun --ntasks=1 --pty srun --overlap {train % ''}"
+    terminal = ("script", "--quiet", "--command", nested, "/dev/null")
+    nested = slurm.login.must(*terminal, **slurm.env)  # as a shell that salloc opens on a node
+    assert nested.count("srun has started several worlds of one") == 2
 
 
 def test_processes_and_their_variables(slurm, submit, tmp_path):
@@ -58,6 +62,8 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
     jobs = {submit(flags=("--nodes=1", flag)): [(processes, 16 // processes, 100)] for flag, processes in flags.items()}
     jobs[submit(NPROC_PER_NODE=3)] = [(3, 5, 100)]
+    tasks = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--cpus-per-task=8")
+    jobs[submit(flags=tasks)] = [(2, 8, 100)]
     jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = [(1, 7, 8)]
     jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
     file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
@@ -87,8 +93,8 @@ def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     """On nodes with two GPUs, and with what `submit` has written in the place of many_gpus.py; where sites differ."""
     (job,) = fenced("sh")
     (tmp_path / "worker.py.end").touch()
-    job = job.replace("=4", "=2").replace("many_gpus.py", "worker.py").replace("=32", "=16")
-    (tmp_path / "job.sh").write_text(job.replace("\n# Submit", f"\n{ENVIRONMENT}\n# Submit"))
+    job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py").replace("=32", "=16")
+    (tmp_path / "job.sh").write_text(job.replace("\n# Add", f"\n{ENVIRONMENT}\n# Add"))
     job = submit(flags=("--export=NONE", "--ntasks-per-node=2"), file="job.sh")
     state, code, log = slurm.finish(job)
     assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
@@ -146,6 +152,21 @@ def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_p
     wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
     (tmp_path / "worker.py.end").touch()
     assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job)
+
+
+def test_an_array_requeues_the_one_job_that_asks_for_it(slurm, submit, tmp_path):
+    """The last job of an array has the number of the whole array."""
+    array = submit("--checkpoint", flags=(*ONE_PROCESS, "--array=0-1"))
+    jobs = [f"{array}_{task}" for task in (0, 1)]
+    wait_until(lambda: all("started" in slurm.log(job) for job in jobs))
+    slurm.command(*NEAR_THE_LIMIT, jobs[1])
+    wait_until(lambda: "requeued\n" in slurm.log(jobs[1]))
+    wait_until(lambda: slurm.log(jobs[1]).count("started") == 2)
+    (tmp_path / "worker.py.end").touch()
+    assert [(slurm.finish(job)[0], slurm.job(job, "Restarts")) for job in jobs] == [
+        ("COMPLETED", "0"),
+        ("COMPLETED", "1"),
+    ]
 
 
 def test_preemption(slurm, submit, tmp_path):

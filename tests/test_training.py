@@ -29,6 +29,7 @@ from conftest import (
     run,
     run_script,
     torchrun,
+    wait_until,
     weights,
     with_small_model,
     write_mnist,
@@ -168,6 +169,19 @@ def test_ctrl_c_without_a_checkpoint_says_nothing_in_the_row_of_the_bar(small_mn
     assert all(re.match(r"rank 0|world_size|epoch|\[Gloo\]", row) for row in reports) and re.fullmatch(
         r".* \d+/12 \[.*]|", bar
     )
+
+
+def test_ctrl_c_that_ends_tee_first_loses_nothing(small_mnist, tmp_path):
+    """As in `torchrun ... | tee log`: what reads the output is gone before rank 0 reports and saves."""
+    flags = ("--data-dir", small_mnist, "--epochs", 999, "--log-interval", 1, "--checkpoint", tmp_path / "ck.pt")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with Ranks(DDP, *flags, "--batch-size", 50, nproc=1, log=tmp_path / "pipe") as ranks:
+        wait_until(lambda: select.select([reader], [], [], 0)[0] and b"step 2 " in os.read(reader, 10_000))
+        os.close(reader)
+        ranks.kill(0, signal.SIGINT)
+        ranks.processes[0].join(60)
+        assert (tmp_path / "ck.pt").exists()
 
 
 VALUES = {"lr": 3.6866e-06, "speed": 12036.4, "count": 60_000, "words": "a b"}

@@ -199,7 +199,7 @@ def shown(source, nproc, folder):
     """Return the losses of the first steps, as the README says to print them."""
     backward = re.search(r"(?m)^ +(\(loss / ACCUM_STEPS\)|loss)\.backward\(\)\n", source)[0]
     lines = textwrap.indent(textwrap.dedent(lesson("mean.item()")), backward[: -len(backward.lstrip())])
-    source = source.replace(backward, backward + lines)
+    source = re.sub(r"optim\.AdamW?\(", "optim.SGD(", source.replace(backward, backward + lines))
     source = re.sub("(?m)^(layers|torch.manual_seed.SEED)", r"torch.manual_seed(0)\n\1", source)
     write_mnist(folder / "data", train_size=1024)
     (folder / "shown.py").write_text(re.sub(r"(WORKERS = \d+), 2", r"\1, 0", source))
@@ -207,7 +207,9 @@ def shown(source, nproc, folder):
     return [float(loss) for loss in re.findall(r"(?m)^(\d+\.\d{5})$", output)[:8]]
 
 
-OWN_QUIET = OWN.replace("model.train()", "model.eval()").replace("RandomCrop(28, padding=2), ", "")
+OWN_QUIET = (
+    OWN.replace("model.train()", "model.eval()").replace("RandomCrop(28, padding=2), ", "").replace("1.0 ", "1e9 ")
+)
 BATCHES = [(MANY, "=64, sampler=s", "=128, sampler=s"), (OWN_QUIET, "WORKERS = 32", "WORKERS = 64")]
 
 
@@ -215,8 +217,10 @@ BATCHES = [(MANY, "=64, sampler=s", "=128, sampler=s"), (OWN_QUIET, "WORKERS = 3
 def test_the_same_losses(source, batch, double, tmp_path):
     two, one = shown(source, 2, tmp_path / "two"), shown(source.replace(batch, double), 1, tmp_path / "one")
     assert len(two) == 8 and two == pytest.approx(one, rel=1e-4)
-    wrong = shown(source.replace("ddp(images", "model(images"), 2, tmp_path / "wrong")
-    assert wrong[0] == pytest.approx(one[0], rel=1e-4) and wrong != pytest.approx(one, rel=1e-4)
+    twice = "[p.grad.mul_(2) for p in model.parameters()], optimizer.step()"
+    for line, instead in (("ddp(images", "model(images"), ("optimizer.step()", twice)):
+        wrong = shown(source.replace(line, instead), 2, tmp_path / line)
+        assert wrong[0] == pytest.approx(one[0], rel=1e-4) and wrong != pytest.approx(one, rel=1e-4)
 
 
 def test_a_count_over_all_ranks(train_many):
@@ -232,21 +236,31 @@ def test_a_count_over_all_ranks(train_many):
         torch.testing.assert_close(wrong, one, rtol=1e-3, atol=1e-3)
 
 
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, samples):
+        return self.encoder(samples), self.temperature * 1
+
+
 def gather_with_gradient():
-    samples, model = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), nn.Linear(4, 3)
-    rank, ddp = dist.get_rank(), DistributedDataParallel(model)
+    """Also for what is used after the gather, such as a temperature."""
+    samples, model = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), Pairs()
+    ddp = DistributedDataParallel(model)
 
-    def all_pairs(z):
-        return (z @ z.T).logsumexp(dim=1).mean()
+    def all_pairs(z, temperature):
+        return (z @ z.T * temperature).logsumexp(dim=1).mean()
 
-    (expected,) = torch.autograd.grad(all_pairs(model(samples)), model.weight)
-    for left_out, factor in (("", 1), (" * world_size", 2)):
-        values = {"torch": torch, "dist": dist, "rank": rank, "world_size": 2, "all_pairs": all_pairs}
-        values["z"] = ddp(samples[rank * 4 :][:4])
-        exec(lesson("all_gather").replace(left_out, "") if left_out else lesson("all_gather"), values)
-        model.zero_grad()
-        values["loss"].backward()
-        torch.testing.assert_close(model.weight.grad * factor, expected)
+    all_pairs(*model(samples)).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    z, temperature = ddp(samples[dist.get_rank() * 4 :][:4])
+    values = {"torch": torch, "z": z, "all_pairs": lambda z: all_pairs(z, temperature)}
+    exec(lesson("all_gather"), values)
+    values["loss"].backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
 def rank_0_is_busy(words):
@@ -383,13 +397,13 @@ def averaged():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Without workers, seed those yourself": noise,
+    "without workers, seed those yourself": noise,
     "An `IterableDataset` gets no sampler": iterable,
     "A gather with gradient": gather_with_gradient,
-    "lower a rate (`ReduceLROnPlateau`)": plateau,
-    "An EMA begins after the wrapper": averaged,
+    "a lower rate (`ReduceLROnPlateau`)": plateau,
+    "An EMA is made after the wrapper": averaged,
     "Each model of a GAN has a wrapper": two_models,
-    "after unfreezing, wrap again": frozen_and_unfrozen,
+    "If layers are unfrozen, wrap again": frozen_and_unfrozen,
 }
 
 
