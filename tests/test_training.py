@@ -218,8 +218,10 @@ def test_buckets_are_sent_during_backward():
     """With accumulation: it is the last backward() of the step."""
     flags = ("--dataset", "synthetic", "--train-size", 64, "--batch-size", 8, "--accum-steps", 2)
     (steps,) = re.findall(r"(?m)^\{.*", finish(run_script, ROOT / "tests" / "overlap.py", *flags))
-    overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in json.loads(steps).items()}
+    steps = json.loads(steps)
+    overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in steps.items()}
     assert overlaps == {"flat": [False], "bucketed": [True] * 3}
+    assert [round(size / 2**20) for size in steps["bucketed"][2]] == [9, 25, 8]  # MiB; the last layers are the first
 
 
 def test_ranks_leave_no_file_and_no_descriptor(tmp_path, monkeypatch):
