@@ -90,10 +90,12 @@ def with_two_gpus(*command):
     """Run a script that believes in two GPUs."""
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 2
+    torch.cuda.set_device = lambda device: sys.exit(f"chosen: {device}")
     run_script(*command)
 
 
-def test_more_processes_than_gpus():
+def test_each_process_has_a_gpu_of_its_node_or_says_that_there_are_too_few():
+    assert fail(with_two_gpus, DDP, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4) == "chosen: cuda:1"
     line = fail(with_two_gpus, DDP, LOCAL_RANK=2)
     assert line.startswith("no GPU for local rank 2, as this node has 2: lower --nproc-per-node, or train on CPUs: ")
 
@@ -116,30 +118,31 @@ def test_a_peer_that_never_arrives_and_one_that_hangs(small_mnist):
         assert ranks.processes[0].exitcode == 1
 
 
-def with_mirror(mirror, *flags):
-    """Run a script whose torchvision downloads from elsewhere, and other files."""
+def with_mirror(mirror, folder, *flags):
+    """Run a script whose torchvision downloads from elsewhere, and other files. Rank 0 is alone on its node."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str(max(rank - 1, 0))
     MNIST.mirrors = [mirror]
     MNIST.resources = [(name, None) for name, _ in MNIST.resources]  # None: the checksums are not known
-    run_script(DDP, *flags)
+    run_script(DDP, "--data-dir", folder / f"node{min(rank, 1)}", *flags)
 
 
-def test_each_file_is_downloaded_once(tmp_path):
+def test_each_file_is_downloaded_once_by_each_node(tmp_path):
     raw = write_mnist(tmp_path) / "MNIST" / "raw"
     run(["gzip", "--recursive", raw])
     server = (sys.executable, "-u", "-m", "http.server", 0, "--bind", "127.0.0.1", "--directory", raw)
     with Background(*server, log=tmp_path / "log") as mirror:
         (url,) = mirror.wait_for(r"(http://\S+/)").groups()
-        flags = ("--data-dir", tmp_path / "data", "--epochs", 0)
         for _ in range(2):
-            assert "  test_samples 101\n" in finish(with_mirror, url, *flags, nproc=3, no_proxy="*")
+            assert "  test_samples 101\n" in finish(with_mirror, url, tmp_path, "--epochs", 0, nproc=3, no_proxy="*")
             requests = re.findall("GET (.*) HTTP", mirror.output())
-            assert (len(requests), len(set(requests))) == (8, 4)  # torchvision asks for redirects first
+            assert (len(requests), len(set(requests))) == (16, 4)  # torchvision asks for redirects first
 
 
 def test_a_firewall_that_swallows_everything(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, but never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-        assert "timed out" in fail(with_mirror, url, "--data-dir", tmp_path / "data", no_proxy="*")
+        assert "timed out" in fail(with_mirror, url, tmp_path, no_proxy="*")
 
 
 def test_sockets_of_the_user_get_no_time_out(small_mnist):

@@ -120,6 +120,7 @@ def compare_steps(precision, clip):
         for lr, expected in zip((0.5, 0.25), losses, strict=True):
             batches = zip(images[dist.get_rank()], labels[dist.get_rank()], strict=True)
             loss = script.train_step(*wrapped, optimizer, lr, batches, torch.device("cpu"), args)
+            assert loss.dtype == torch.float32  # of bf16 logits, too
             dist.all_reduce(loss)
             tolerance = {"rtol": 0, "atol": 1e-6 if precision == "fp32" else 0.01}
             torch.testing.assert_close(loss / 2, expected.detach(), **tolerance)

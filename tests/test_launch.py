@@ -157,5 +157,6 @@ def test_a_cable_is_cut(network, small_mnist, tmp_path):
             network.wait_until_empty()
         finally:
             network.login.must("ip", "link", "set", "node1", "up")
+    assert "BatchMode=yes" in options.read_text() and "ConnectTimeout=10" in options.read_text()
     interval, count = re.findall(r"ServerAlive\w+=(\d+)", options.read_text())[:2]
     assert int(interval) * int(count) == 120  # a silent Wi-Fi is no cut cable

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import itertools
 import json
 import math
 import os
@@ -12,9 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import (
     DDP,
@@ -94,6 +97,34 @@ def test_torchrun_and_metrics(small_mnist, tmp_path):
     assert [re.sub(r"(\w+) \S+", r"\1", line).replace("  ", " ") for line in lines] == names
     assert weights(lines[-1]) == entries[-1]["weights_sha256"]
     assert len(re.findall(r"rank [01] of 2 on \S+, cpu, 1 CPU threads, gloo", result.stderr)) == 2
+
+
+def with_a_clock(*command):
+    """Run a script for which a second passes whenever it looks."""
+    time.perf_counter = itertools.count().__next__
+    with_small_model(run_script, *command)
+
+
+def test_a_report_is_of_all_ranks_and_steps_since_the_last_one(small_mnist):
+    def reports(interval):
+        flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 1, "--log-interval", interval)
+        found = re.findall(r"  loss (\S+)  samples_per_second (\S+)", finish(with_a_clock, DDP, *flags))
+        return [[*map(float, values)] for values in zip(*found, strict=True)]
+
+    losses, speeds = reports(1)
+    assert losses[0] == pytest.approx(math.log(10), abs=1) and speeds == 9 * [64]  # nothing is learnt yet
+    means = [sum(part) / len(part) for part in (losses[:5], losses[5:])]
+    assert reports(5) == [pytest.approx(means, rel=1e-3), [5 * 64, 4 * 64]]
+
+
+def test_images_are_scaled_and_normalized_and_those_for_testing_are_others_and_all(monkeypatch):
+    monkeypatch.setattr(train_ddp, "TRAIN_IMAGES", 20)
+    monkeypatch.setattr(train_ddp, "TEST_IMAGES", 20)
+    sets = train_ddp.load_data(argparse.Namespace(dataset="synthetic", seed=3, train_size=5), 0, 0, "cpu")
+    for split, size in ((0, 5), (1, 20)):
+        images, labels = map(torch.as_tensor, train_ddp.synthesize(3, split, 20))
+        expected = ((images[:size, None] / 255 - 0.1307) / 0.3081, labels[:size])
+        torch.testing.assert_close(sets[split].tensors, expected)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -203,8 +234,10 @@ def test_buckets_are_sent_during_backward():
     """With accumulation: it is the last backward() of the step."""
     flags = ("--dataset", "synthetic", "--train-size", 64, "--batch-size", 8, "--accum-steps", 2)
     (steps,) = re.findall(r"(?m)^\{.*", finish(run_script, ROOT / "tests" / "overlap.py", *flags))
-    overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in json.loads(steps).items()}
+    steps = json.loads(steps)
+    overlaps = {way: [start < end for start, _ in sent] for way, ((_, end), sent, _) in steps.items()}
     assert overlaps == {"flat": [False], "bucketed": [True] * 3}
+    assert [round(size / 2**20) for size in steps["bucketed"][2]] == [9, 25, 8]  # MiB; the last layers are the first
 
 
 def test_ranks_leave_no_file_and_no_descriptor(tmp_path, monkeypatch):
