@@ -123,7 +123,8 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = "--max-restarts --standalone --shutdown-timeout --log-dir --tee --pid --ipc --shm-size"  # of torchrun, ...
+    others = "--max-restarts --standalone --shutdown-timeout --log-dir --tee --pid --ipc --shm-size --jobid --overlap --array "
+    others += "--account --partition --time"  # of torchrun, Slurm, ...
     assert named - ours <= {*others.split()}
 
 

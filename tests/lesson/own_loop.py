@@ -89,7 +89,7 @@ for epoch in range(first_epoch, EPOCHS):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    optimizer.zero_grad()  # what is left of an incomplete step was not averaged
+    optimizer.zero_grad()  # drop what is left of an incomplete step: the next one would take it
 
     model.eval()
     for buffer in model.buffers():  # BatchNorm's statistics differ by rank: all take those of rank 0
