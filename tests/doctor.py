@@ -453,7 +453,7 @@ def step_counts(state, params):
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If they make noise, dropout or data: torch.manual_seed(seed + rank), after the model is made.
+    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
     for name, drawn in drawn_since(state.random):
         state.draws[name].append(drawn)
