@@ -119,12 +119,15 @@ def test_a_peer_that_never_arrives_and_one_that_hangs(small_mnist):
 
 
 def with_mirror(mirror, folder, *flags):
-    """Run a script whose torchvision downloads from elsewhere, and other files. Rank 0 is alone on its node."""
+    """Run a script whose torchvision downloads from elsewhere, and other files. Rank 0 is alone on its node.
+
+    The nodes have disks of their own, unless the folder is called `shared`.
+    """
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = str(max(rank - 1, 0))
     MNIST.mirrors = [mirror]
     MNIST.resources = [(name, None) for name, _ in MNIST.resources]  # None: the checksums are not known
-    run_script(DDP, "--data-dir", folder / f"node{min(rank, 1)}", *flags)
+    run_script(DDP, "--data-dir", folder / f"{min(rank, 1) if folder.name != 'shared' else ''}", *flags)
 
 
 def test_each_file_is_downloaded_once_by_each_node(tmp_path):
@@ -133,10 +136,11 @@ def test_each_file_is_downloaded_once_by_each_node(tmp_path):
     server = (sys.executable, "-u", "-m", "http.server", 0, "--bind", "127.0.0.1", "--directory", raw)
     with Background(*server, log=tmp_path / "log") as mirror:
         (url,) = mirror.wait_for(r"(http://\S+/)").groups()
-        for _ in range(2):
-            assert "  test_samples 101\n" in finish(with_mirror, url, tmp_path, "--epochs", 0, nproc=3, no_proxy="*")
+        for disks, count in (("own", 16), ("own", 16), ("shared", 24)):  # torchvision asks for redirects first
+            command = (with_mirror, url, tmp_path / disks, "--epochs", 0)
+            assert "  test_samples 101\n" in finish(*command, nproc=3, no_proxy="*")
             requests = re.findall("GET (.*) HTTP", mirror.output())
-            assert (len(requests), len(set(requests))) == (16, 4)  # torchvision asks for redirects first
+            assert (len(requests), len(set(requests))) == (count, 4)
 
 
 def test_a_firewall_that_swallows_everything(tmp_path):
