@@ -397,7 +397,7 @@ def averaged():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "without workers, seed those yourself": noise,
+    "without workers, seed these two yourself": noise,
     "An `IterableDataset` gets no sampler": iterable,
     "A gather with gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,

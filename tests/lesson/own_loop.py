@@ -44,7 +44,7 @@ torch.manual_seed(SEED)
 layers = [nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten()]
 model = nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(576, 10)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-steps = EPOCHS * (len(train_loader) // ACCUM_STEPS)  # of the optimizer, the fewer the more ranks
+steps = EPOCHS * (len(train_loader) // ACCUM_STEPS)  # optimizer steps: fewer with more ranks
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps)
 first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: higher is better
 settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
