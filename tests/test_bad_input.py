@@ -101,8 +101,7 @@ def test_each_process_has_a_gpu_of_its_node_or_says_that_there_are_too_few():
 
 
 def test_help_succeeds_and_an_exception_is_in_torchruns_summary(small_mnist):
-    result = run([sys.executable, ROOT / DDP, "--help"])
-    assert (result.returncode, result.stdout[:6], result.stderr) == (0, "usage:", "")
+    assert finish(DDP, "--help", nproc=1).startswith("usage:")
     result = run([*torchrun(1), ROOT / DDP, "--data-dir", small_mnist, "--metrics", "no/m"])
     summary = result.stderr.partition("Root Cause")[2]
     assert "error_file: <N/A>" not in summary and "No such file or directory: 'no/m'" in summary

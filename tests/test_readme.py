@@ -87,7 +87,8 @@ def test_links(copy):
     if run(["bash", "-c", tbf]).returncode:
         pytest.skip("needs a kernel with tbf")
     for command in LINKS:
-        run_in(copy, command)
+        if torch.cuda.is_available() or "4096" not in command:  # for a GPU
+            run_in(copy, command)
 
 
 def in_order(parts, whole):
