@@ -134,15 +134,14 @@ def test_no_epochs_threads_that_are_the_users_choice_and_a_rank_without_a_test_i
     assert re.search(r"(?m)^test_loss \S+  test_accuracy \S+  test_samples 1\nweights_sha256 \w+$", output)
 
 
-@pytest.mark.parametrize(("script", "size", "accuracy"), [(DDP, 2048, 0.8), (MANUAL, 64, 0)])
-def test_plain_python_alone_in_an_empty_folder_learns(script, size, accuracy, tmp_path, tmp_path_factory):
-    """One of them, as they learn the same."""
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_plain_python_alone_in_an_empty_folder_learns(script, tmp_path, tmp_path_factory):
     shutil.copy(ROOT / script, tmp_path)
-    data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=size)
+    data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=2048)
     flags = ("--data-dir", data, "--batch-size", 32, "--epochs", 1)
     # More threads would wait for each other by spinning, for minutes where another test has their core.
     result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
-    assert float(re.search(r"test_accuracy (\S+)  test_samples 101\n", result.stdout)[1]) >= accuracy, result.stderr
+    assert float(re.search(r"test_accuracy (\S+)  test_samples 101\n", result.stdout)[1]) > 0.8, result.stderr
     assert os.listdir(tmp_path) == [script]
 
 
@@ -198,9 +197,8 @@ def test_what_ends_a_run_on_a_terminal_has_a_row_of_its_own(flags, stop_at, line
 def test_ctrl_c_without_a_checkpoint_says_nothing_in_the_row_of_the_bar(small_mnist):
     flags = ("--data-dir", small_mnist, "--epochs", 999, "--batch-size", 50, "--log-interval", 1)
     *reports, bar = shown(on_a_terminal(DDP, *flags, stop_at="step 2 "))
-    assert all(re.match(r"rank 0|world_size|epoch|\[Gloo\]", row) for row in reports) and re.fullmatch(
-        r".* \d+/12 \[.*]|", bar
-    )
+    assert all(re.match(r"rank 0|world_size|epoch|\[Gloo\]", row) for row in reports)
+    assert re.fullmatch(r".* \d+/12 \[.*]|", bar)
 
 
 def test_ctrl_c_that_ends_tee_first_loses_nothing(small_mnist, tmp_path):
