@@ -84,7 +84,8 @@ def main(args):
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
-            save_now, stop = step == steps or step % args.save_every == 0, False
+            save_now = step == steps or step % args.save_every == 0
+            stop = False
             # Report before each save, too: a loss that is not finite ends the run here, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
@@ -95,6 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
+                # An epoch that ends is done, with all that drop_last has left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -186,7 +188,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`, whose first forward pass copies buffers: a rank without images would miss it.
+        # Not `ddp`, which may broadcast buffers: a rank without images would not take part.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -135,7 +135,7 @@ class GradientAverager:
         groups, size = [], 0
         # backward() begins with the last layer, so this is the order in which buckets fill.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
-            capacity = first if len(groups) == 1 else others  # of the group that is being filled
+            capacity = first if len(groups) == 1 else others  # of groups[-1], which is being filled
             if not groups or size >= capacity or p.dtype != groups[-1][0].dtype:
                 groups.append([])
                 size = 0
@@ -226,7 +226,8 @@ def main(args):
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
-            save_now, stop = step == steps or step % args.save_every == 0, False
+            save_now = step == steps or step % args.save_every == 0
+            stop = False
             # Report before each save, too: a loss that is not finite ends the run here, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
@@ -237,6 +238,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
+                # An epoch that ends is done, with all that drop_last has left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -329,7 +331,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`, whose first forward pass copies buffers: a rank without images would miss it.
+        # Not `ddp`, which may broadcast buffers: a rank without images would not take part.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

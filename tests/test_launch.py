@@ -12,6 +12,7 @@ from conftest import ROOT, SCRIPTS, TORCHRUN, Background, finish, run, run_scrip
 LAUNCHER = ROOT / "launch_multinode_ddp.sh"
 ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a file
 HERE = "/run/here"  # on no other host than login
+NOT_IGNORED = ("env", "--default-signal=HUP")  # as nohup, which pytest may run under, ignores it for all
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
     """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too."""
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
-    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log") as launcher:
+    with Background(*network.login.inside(*NOT_IGNORED, LAUNCHER, *flags), log=tmp_path / "log") as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
         network.login.signal(how, f"bash {LAUNCHER}" if how == signal.SIGKILL else "")
         assert launcher.wait() in (130, -signal.SIGKILL), launcher.output()
@@ -130,7 +131,8 @@ def test_a_closed_terminal(tmp_path):
 
     def start(how):
         command = f"{how} torchrun --standalone worker.py > '{how}' 2>&1 & wait"
-        return Background("script", "-q", "-c", command, "/dev/null", log=tmp_path / f"{how} log", cwd=tmp_path)
+        terminal = (*NOT_IGNORED, "script", "-q", "-c", command, "/dev/null")
+        return Background(*terminal, log=tmp_path / f"{how} log", cwd=tmp_path)
 
     with start("setsid nohup") as session, start("nohup") as nohup:
         for how, terminal in {"setsid nohup": session, "nohup": nohup}.items():

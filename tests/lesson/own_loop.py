@@ -1,4 +1,4 @@
-"""A loop to copy and to change. It has what most loops have, and resumes after its last epoch.
+"""A loop to copy and to change. It has what most loops have, and resumes after the last epoch that it saved.
 
     torchrun --standalone --nproc-per-node=2 own_loop.py
     SCRIPT=own_loop.py sbatch --array=1-5%1 slurm_submit_ddp.sh    # five jobs, one after the other
@@ -68,14 +68,14 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Dropout and augmentation draw other numbers on each rank, and the same in a resumed run.
+    # Dropout and augmentation differ by rank and epoch, and a resumed run repeats them.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
     bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: in no file
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        complete = i % ACCUM_STEPS == 0  # before, gradients add up on this rank, and are not sent
+        complete = i % ACCUM_STEPS == 0  # until then, gradients add up on this rank, unsent
         with contextlib.nullcontext() if complete else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
                 logits = ddp(images)  # 4. again: model(images) would average nothing
