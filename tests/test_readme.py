@@ -136,15 +136,6 @@ def test_the_lowest_versions_are_those_of_the_requirements():
     assert 'target-version = "py310"' in (ROOT / ".ruff.toml").read_text() and "Python 3.10" in lowest
 
 
-def test_a_curve(tmp_path, monkeypatch):
-    (tmp_path / "m.jsonl").write_text('{"world_size": 2}\n' + 2 * '{"epoch": 1, "step": 20, "loss": 0.5}\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPLBACKEND", "Agg")
-    values = {}
-    exec(lesson("matplotlib"), values)
-    assert values["losses"] == {(1, 20): 0.5} and (tmp_path / "loss.png").exists()
-
-
 def test_what_is_quoted_is_there():
     assert all(lesson(words) in (ROOT / DDP).read_text() for words in ("for buffer in", "save_checkpoint("))
     assert in_order(lesson("\n...\n").replace("\n...", ""), OWN)

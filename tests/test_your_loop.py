@@ -397,9 +397,9 @@ def averaged():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "without workers, seed these two yourself": noise,
+    "Without workers, seed these two yourself": noise,
     "An `IterableDataset` gets no sampler": iterable,
-    "A gather with gradient": gather_with_gradient,
+    "with the gradient, which `dist.all_gather` does not carry": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "An EMA is made after the wrapper": averaged,
     "Each model of a GAN has a wrapper": two_models,
