@@ -72,7 +72,7 @@ def run_in(copy, command):
 
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 def test_commands(block, subtests, copy):
-    assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && CUDA_") and BLOCKS[1] == [TESTS]
+    assert BLOCKS[0][0].startswith(ENTER + "requirements.txt && CUDA_") and BLOCKS[-1] == [TESTS]
     for command in BLOCKS[block]:
         if command in ELSEWHERE or ("=gpu" in command and not torch.cuda.is_available()):
             continue
@@ -137,7 +137,7 @@ def test_the_lowest_versions_are_those_of_the_requirements():
 
 
 def test_what_is_quoted_is_there():
-    assert all(lesson(words) in (ROOT / DDP).read_text() for words in ("for buffer in", "save_checkpoint("))
+    assert lesson("for buffer in") in (ROOT / DDP).read_text()
     assert in_order(lesson("\n...\n").replace("\n...", ""), OWN)
 
 

@@ -68,11 +68,11 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Dropout and augmentation differ by rank and epoch, and a resumed run repeats them.
+    # Dropout and augmentation differ by rank and epoch, and a resumed run draws the same.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: in no file
+    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # until then, gradients add up on this rank, unsent
