@@ -9,8 +9,8 @@
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
 # The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
-# training that fails is not requeued. Flags of sbatch, such as --account or --gres=gpu:8, win
-# over the lines below. Submit it in the directory of the training script, which all nodes see.
+# training that fails is not requeued. A flag of sbatch, such as --nodes=4 or --gres=gpu:8, wins over
+# its line below. Submit it in the directory of the training script, which all nodes see.
 # To train in a container, export one of these, for pyxis or for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -30,14 +30,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, SLURM_JOB_ID of its last job stands for all of them.
+# In an array, the SLURM_JOB_ID of the last job is that of the whole array.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun does not take this over from sbatch. Its one task on a node gets the CPUs of all of sbatch's.
+# srun does not take this over from sbatch. Its one task on a node gets the CPUs of all its tasks.
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))}
-unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK # its one task gets all GPUs of the node
+unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # its one task gets all GPUs
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
@@ -82,6 +82,4 @@ code=$?
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
 echo 'stopped early: requeued'
-trap - TERM
-scontrol requeue "$job" || exit
-exec sleep infinity # until Slurm ends it: if this script ended by itself, the job would be over
+scontrol requeue "$job"

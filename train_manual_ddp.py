@@ -159,10 +159,10 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
-        if self.accumulating:
-            return
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
+        if self.accumulating:
+            return
         bucket.collect(p)
         # An all-reduce has no name: the first one that a rank sends is added to the first one of
         # the others. As ranks may fill their buckets in different orders (when only one of them
@@ -238,7 +238,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # At its end, an epoch counts as whole, with what drop_last has left out.
+                # A finished epoch counts all samples, also those that drop_last has left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -536,7 +536,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()  # if we cannot write there, this raises
         try:
-            state = torch.load(path, map_location="cpu") if path.exists() else None
+            state = dict(torch.load(path, map_location="cpu")) if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
@@ -545,7 +545,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0
-    if state := box[0]:
+    if (state := box[0]) is not None:
         ours, theirs = data_flags(args), state.get("data")
         if ours != theirs:  # in another order, the position means nothing
             sys.exit(f"--checkpoint {path} is of a run with {theirs}, not {ours}: use another name")
@@ -593,7 +593,7 @@ def parse_args():
     add("--log-interval", type=count, default=20, metavar="N", help="steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
-    add("--save-every", type=count, default=math.inf, metavar="N", help="N steps; inf: epochs only")
+    add("--save-every", type=count, default=math.inf, metavar="N", help="steps; also each epoch")
     args = parser.parse_args()
     if args.save_every < math.inf and not args.checkpoint:
         parser.error("--save-every needs --checkpoint FILE")

@@ -5,18 +5,19 @@
 
 This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
 of each optimizer (the steps that it prints are those of all) and at the end. A `mistake` is
-certain; a `suspicion` may be meant so. Rank 0 prints, on stderr, and exits with code 1 if anything
-was found, of which torchrun then makes a report of its own. A collective that waits longer than
---timeout (20 s, unless the script has a limit of its own) fails, and the line of each rank is
-shown. (Tried with Gloo, not with NCCL.)
+certain, unless ranks differ on purpose (local SGD, experts); a `suspicion` may be meant so. Rank 0
+prints, on stderr, and exits with code 1 if anything was found, of which torchrun then makes a
+report of its own. A collective that waits longer than --timeout (20 s, unless the script has a
+limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
 
 It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
 all-reduced, or ids in it; BatchNorm's statistics at an evaluation; models outside of DDP and of the
 optimizer, such as an average of the weights (EMA), and its horizon; a torch.Generator of the
 script's own, or random numbers that only a loader's workers draw; weights that differ between its
-looks only; a missing set_epoch where workers fetch a whole epoch before its first step. Parameters
-that are sharded (DTensor, FSDP2) are not compared. It does not know FSDP1, DeepSpeed, CUDA graphs
-or `Join`, and does not reach processes that the script starts by itself (mp.spawn).
+looks only; a missing set_epoch where workers fetch a whole epoch before its first step; batches and
+buffers under torch.compile(ddp). Parameters that are sharded (DTensor, FSDP2) are not compared. It
+does not know FSDP1, DeepSpeed, CUDA graphs or `Join`, and does not reach processes that the script
+starts by itself (mp.spawn).
 """
 
 import argparse
@@ -71,7 +72,10 @@ def main(arguments=None):
         doctor.hook(module, "init_process_group", after=doctor.join)
     for module in (dist, dist.distributed_c10d):
         doctor.hook(module, "destroy_process_group", before=doctor.before_destroy)
-    doctor.hook(torch.utils.data, "random_split", after=doctor.after_split)
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        doctor.hook(module, "new_group", after=doctor.after_group)
+    for module in (torch.utils.data, torch.utils.data.dataset):
+        doctor.hook(module, "random_split", after=doctor.after_split)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
     doctor.hook(DataLoader, "__iter__", after=doctor.after_iter)
     doctor.hook(_BaseDataLoaderIter, "__next__", after=doctor.after_next)
@@ -116,6 +120,7 @@ class Doctor:
 
     def __init__(self, limit):
         self.limit, self.store, self.watcher, self.process = limit, None, None, os.getpid()
+        self.limited = False  # the time that a collective may wait, by this limit
         self.rank = self.steps = self.passes = 0
         self.ranks = range(1)
         self.said, self.sharded = [], False
@@ -124,6 +129,7 @@ class Doctor:
         self.optimizers, self.states = weakref.WeakKeyDictionary(), []
         self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
+        self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
         self.schedules, self.splits = {}, []
 
     def hook(self, owner, name, before=None, after=None):
@@ -155,8 +161,8 @@ class Doctor:
         if len(self.ranks) == 1 or self.store is not None:
             return
         if timeout is None:  # set only now, as ranks may be late when they meet
-            set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-            set_timeout(timedelta(seconds=self.limit))
+            self.limited = True
+            self.after_group(dist.group.WORLD)
         else:
             self.limit = timeout.total_seconds()
         store, number = dist.distributed_c10d._get_default_store(), next(self.number["group"])
@@ -167,6 +173,12 @@ class Doctor:
         self.watcher.start()
         for split in self.splits:
             self.look(*split)
+
+    def after_group(self, group, ranks=None, timeout=None, *args, **kwargs):
+        """Let collectives wait for less than torch's minutes, unless the script has set a limit."""
+        if self.limited and timeout is None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+            set_timeout(timedelta(seconds=self.limit), group)
 
     def look(self, place, key, count, *things):
         """Let the checks of a place look at things, and leave in the store what they see."""
@@ -248,12 +260,12 @@ class Doctor:
             self.look("tensors", state.key, state.passes, ddp.module, state)
             self.look("buffers", state.key, state.passes, ddp.module)
 
-    def after_iter(self, _, loader):
+    def after_iter(self, iterator, loader):
         for state in self.states:  # a loader draws a number, alike on all ranks
             state.random = state.random and random_states()
         shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
-        if torch.is_grad_enabled() and shuffles and type(loader.batch_sampler) is BatchSampler:
-            self.look("DataLoader", "", next(self.number["DataLoader"]), loader.dataset)
+        if shuffles and type(loader.batch_sampler) is BatchSampler:
+            self.shuffled[iterator] = loader.dataset
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
@@ -267,6 +279,8 @@ class Doctor:
             if state.key is None:
                 self.epochs += 1
                 state.key = f"loader {self.epochs}"
+                if iterator in self.shuffled:
+                    self.look("DataLoader", "", self.epochs, self.shuffled[iterator])
             name = f"batches of {type(iterator._dataset).__name__}"
             self.look("batches", state.key, len(state.batches), name, state.batches)
 
@@ -288,11 +302,15 @@ class Doctor:
         self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps
 
     def follow(self, order, sampler):
-        """Pass a sampler's order on. What is used up is looked at; a script may peek before."""
-        head, steps = list(itertools.islice(order, 1000)), self.steps
-        yield from head
-        yield from order
-        self.safely(self.after_order, sampler, head, steps, torch.is_grad_enabled())
+        """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
+        head, steps, used_up = list(itertools.islice(order, 1000)), self.steps, False
+        try:
+            yield from head
+            yield from order
+            used_up = True
+        finally:
+            if used_up or self.steps > steps:  # in an epoch that ends with a `break`, too
+                self.safely(self.after_order, sampler, head, steps, torch.is_grad_enabled())
 
     def after_order(self, sampler, head, steps, learns):
         again = self.steps > steps and self.orders.get(sampler) == head
@@ -372,6 +390,8 @@ class Doctor:
     def conclude(self):
         """Print the last line."""
         found = "nothing found (what it cannot see: --help)"
+        if next(self.number["DDP"]) > 1 and not self.passes:
+            found = "no forward pass through DDP was seen, and nothing else found"
         if self.said:
             found = f"{len(self.said)} finding{'s' * (len(self.said) > 1)}: {'; '.join(self.said)}"
         line = f"{self.steps} optimizer steps, {self.passes} forward passes through DDP: {found}"
@@ -498,7 +518,14 @@ def splits(kind, indices):
 def shuffling_loaders(dataset):
     """each rank goes through all samples, in an order of its own
     Use sampler=DistributedSampler(dataset) instead of shuffle=True."""
-    return "", {described(dataset): contents(dataset)}
+    return "", {described(dataset): contents(dataset)} if is_known(dataset) else {}
+
+
+@check("DataLoader", alike, "suspicion")
+def shuffling_loaders_of_unknown_samples(dataset):
+    """each rank may go through all samples, in an order of its own
+    If no rank has samples of its own: sampler=DistributedSampler(dataset) instead of shuffle=True."""
+    return "", {described(dataset): ""} if not is_known(dataset) else {}
 
 
 @check("order", differ)
@@ -602,6 +629,13 @@ def contents(dataset):
     return digest(getattr(dataset, "__dict__", dataset))
 
 
+def is_known(dataset):
+    """Return whether `contents` sees samples: not those of a table, or of another data set."""
+    leaves = tree_leaves(getattr(dataset, "__dict__", dataset))
+    simple = (str, bytes, range)
+    return all(has_bytes(x) or isinstance(x, simple) or not hasattr(x, "__len__") for x in leaves)
+
+
 def tensors(pairs):
     """Return shapes and hashes by name."""
     found = {name: value for name, value in pairs if has_bytes(value)}
@@ -613,7 +647,8 @@ def has_bytes(value):
     """Return whether it is a tensor or an array: not one that is sharded (DTensor) or sparse."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.layout is torch.strided and not value.is_meta and not value.is_quantized
-    return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufSU"
 
 
 def digest(thing, head=100_000):

@@ -175,7 +175,9 @@ def any_module():
             model.zero_grad(set_to_none)
         GradientAverager(nn.Linear(2, 2).requires_grad_(False), sync).average()
     model(rank).backward()
-    with pytest.raises(RuntimeError, match="no_sync"):  # of "bucketed", the last one
+    with pytest.raises(RuntimeError, match="no_sync"), averager.no_sync():  # of the last one, "bucketed": too late
+        model(rank).backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
         model(rank).backward()
 
 

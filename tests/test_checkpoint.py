@@ -221,13 +221,19 @@ def test_a_signal_to_one_rank_stops_both_and_the_twin_goes_on(number, scripts, a
     [
         (20_000, (), "ck.pt cannot be read: move it, or use another name"),
         (0, (), "ck.pt cannot be read: move it, or use another name"),
+        ([1], (), "ck.pt cannot be read: move it, or use another name"),
+        ({}, (), "ck.pt is of a run with None, not --dataset mnist"),
         (None, ("--seed", 1), "ck.pt is of a run with --dataset mnist --train-size 320 --seed 0, not --dataset mnist"),
         (None, ("--dataset", "synthetic"), "--seed 0, not --dataset synthetic --train-size 320 --seed 0: use another"),
     ],
 )
 def test_unfit_files_are_refused_and_stay(size, other, line, undisturbed, flags, tmp_path):
-    path, content = tmp_path / "ck.pt", (undisturbed / "ck.pt").read_bytes()[:size]
-    path.write_bytes(content)
+    path = tmp_path / "ck.pt"
+    if isinstance(size, (list, dict)):
+        torch.save(size, path)
+    else:
+        path.write_bytes((undisturbed / "ck.pt").read_bytes()[:size])
+    content = path.read_bytes()
     assert line in fail(MANUAL, *flags, *other, "--checkpoint", path)
     assert path.read_bytes() == content
 

@@ -9,12 +9,12 @@ from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weight
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
-import contextlib, numpy, sys, torch, torch.distributed as dist
+import collections, contextlib, numpy, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, random_split
 
 class Model(nn.Module):
     def __init__(self):
@@ -33,6 +33,16 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
 
+class Files(Dataset):  # of each rank, its own
+    def __init__(self):
+        self.names = numpy.array([f"{i}.png" for i in range(rank, 64, 2)])
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, i):
+        return (samples[int(self.names[i][:-4])],)
+
 kind, *flags = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, device = dist.get_rank(), "cpu"
@@ -41,6 +51,10 @@ samples = torch.randn(65, 4, generator=torch.Generator().manual_seed(0))
 train_set, test_set = TensorDataset(samples[:64]), TensorDataset(samples)
 if kind == "split":
     train_set, _ = random_split(TensorDataset(samples), [64, 1])
+if kind == "other split":
+    train_set, _ = torch.utils.data.dataset.random_split(TensorDataset(samples), [64, 1])
+if kind == "table":
+    train_set.table = collections.UserList()
 seed = rank if kind == "sampler seeds" else 0
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
@@ -48,8 +62,11 @@ loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if kind == "no sampler":
     loader = DataLoader(train_set, batch_size=4)
-if kind == "shuffle":
-    loader = DataLoader(train_set, batch_size=4, shuffle=True)
+if kind in ("shuffle", "table", "files"):
+    loader = DataLoader(Files() if kind == "files" else train_set, batch_size=4, shuffle=True)
+if "shuffled test" in kind:
+    loader_of_tests = dict(sampler=DistributedSampler(train_set)) if "sampler" in kind else dict(shuffle=True)
+    test_loader = DataLoader(train_set, batch_size=4, **loader_of_tests)
 if "stream" in kind:
     loader = DataLoader(Stream(), batch_size=4)
 if kind == "peek":
@@ -78,9 +95,11 @@ numpy.random.seed(0 if kind == "numpy" else rank)
 if kind == "dropout":
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
+ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
+group = dist.new_group() if kind == "group" else None
 
 for epoch in range(4):
-    if kind != "set_epoch":
+    if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     batches = iter(loader)
     if kind == "shifted stream" and rank == 0:
@@ -91,7 +110,7 @@ for epoch in range(4):
     if kind == "longer" and rank == 1:
         batches = [*batches] * 2
     for step, batch in enumerate(batches):
-        if step == (9 if kind == "longer" else 8):
+        if step == {"longer": 9, "set_epoch, break": 5}.get(kind, 8):
             break
         inputs = batch if torch.is_tensor(batch) else batch[0]
         if kind == "noisy stream":
@@ -134,12 +153,15 @@ for epoch in range(4):
         plateau.step(loss.item() * (1 + epoch * rank))
     if kind == "by hand":
         dist.all_reduce(other.mean)
+    tests = iter(test_loader)
     with torch.no_grad():
         model.eval()
-        total = sum(model(batch[0]).sum() for batch in test_loader)
+        total = sum(model(batch[0]).sum() for batch in tests)
         model.train()
     if kind == "if" and rank == 0:
         dist.barrier()
+    if kind == "group" and rank == 0:
+        dist.all_reduce(total, group=group)
     dist.all_reduce(total)
     if kind == "alone" and rank == 0:  # rank 0 trains and evaluates something of its own, and loads what was best
         other(torch.randn(4, 4)).sum().backward()
@@ -177,8 +199,11 @@ MISTAKES = {
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ, .*: mean;"),
     "leggedrobotics/rsl_rl#226": ("count", "tensors that are no buffers differ: count;"),
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
+    "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
+    "shuffle=True, of what the doctor does not know": ("table", "each rank may go through all samples"),
     "shuffle=True": ("shuffle", "each rank goes through all samples.*: 64 samples of TensorDataset"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
+    "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "repeats samples in an evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "schedule .*: CosineAnnealingLR of 64 steps has made 32"),
@@ -187,6 +212,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
+RIGHT += ["files", "shuffled test", "shuffled test, by a sampler"]
 
 
 @pytest.fixture
@@ -224,8 +250,8 @@ def line_of(text):
     return LOOP[: LOOP.index(text)].count("\n") + 1
 
 
-LINES = ("loss = (model if", "dist.all_reduce(total)", "dist.barrier(", "__import__")
-FORWARD, SUM, BARRIER, SLEEP = map(line_of, LINES)
+LINES = ("loss = (model if", "dist.all_reduce(total)", "dist.barrier(", "dist.all_reduce(total, group", "__import__")
+FORWARD, SUM, BARRIER, GROUP, SLEEP = map(line_of, LINES)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +259,13 @@ FORWARD, SUM, BARRIER, SLEEP = map(line_of, LINES)
     {
         "break": [f"9 optimizer steps: loop.py:{SUM}", f"9 optimizer steps: loop.py:{FORWARD}"],
         "if": [f"8 optimizer steps: loop.py:{BARRIER}", f"8 optimizer steps: loop.py:{SUM}"],
+        "group": [f"8 optimizer steps: loop.py:{GROUP}", f"8 optimizer steps: loop.py:{SUM}"],
         "slow": [f"9 optimizer steps: loop.py:{SLEEP}", f"9 optimizer steps: loop.py:{FORWARD}"],
         "longer": [f"8 optimizer steps: loop.py:{SUM}", f"8 optimizer steps: loop.py:{FORWARD}"],
     }.items(),
 )
 def test_hang(kind, places, loop):
-    """A `break` on one rank, a collective inside an `if`, a rank that is busy, a longer loader on rank 1."""
+    """A `break` on one rank, collectives inside an `if`, a rank that is busy, a longer loader on rank 1."""
     with Ranks(examine, "--timeout", 3, loop, kind) as ranks:
         assert ranks.wait() == [1, 1]
         (found,) = findings(ranks.output())
@@ -279,6 +306,32 @@ def test_one_process(loop):
     assert "doctor: one process (torchrun starts more), so there was nothing to compare" in finish(
         examine, loop, "plain", nproc=1
     )
+
+
+def test_compiled(loop):
+    assert "32 optimizer steps, 0 forward passes through DDP: no forward pass through DDP was seen" in finish(
+        examine, loop, "compiled"
+    )
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 1)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.randn(4, 8)).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    output = finish(examine, tmp_path / "sharded.py")
+    assert "nothing found" in output and "(sharded parameters were not compared)" in output
 
 
 def test_four_processes(loop):

@@ -39,6 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchvision.datasets import MNIST
+from torchvision.transforms import ToTensor
 
 
 def break_off(*target, nproc):
@@ -57,7 +59,7 @@ def own_loop(tmp_path):
         for old, new in changes:
             assert old in source
             source = source.replace(old, new)
-        write_mnist(folder / "data", train_size=1024)
+        write_mnist(folder / "data", train_size=1088)  # an epoch has 17 batches, and so leaves one over
         (folder / "own.py").write_text(source)
         return in_dir, folder, run_script, folder / "own.py"
 
@@ -99,8 +101,27 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
     finish(*own_loop("own", one_epoch))
     longer, diverged = own_loop("longer"), own_loop("diverged", ("0.01, 1.0", "1e30, 1.0"))
     (tmp_path / "longer" / "last.pt").symlink_to(tmp_path / "own" / "last.pt")
-    assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1024], not [6, 0, 32, " in fail(*longer, nproc=2)
-    assert "epoch 1: the loss is not finite" in fail(*diverged, nproc=2) and not [*tmp_path.glob("diverged/*.pt")]
+    assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1088], not [6, 0, 32, " in fail(*longer, nproc=2)
+    after = own_loop("after", ("model.eval()\n", "model.eval()\n    model[0].bias.data.fill_(math.nan)\n"))
+    for name, loop in {"diverged": diverged, "after": after}.items():
+        assert "epoch 1: not finite, and not saved" in fail(*loop, nproc=2) and not [*tmp_path.glob(f"{name}/*.pt")]
+
+
+def test_own_loop_tests_together_and_does_not_train_on_what_is_left_over(own_loop, tmp_path):
+    """One process has the accuracy of two, whose statistics differ much; what is left over moves no weight."""
+    changes = ("SEED = 6, 2", "SEED = 2, 2"), ("ddp(images)", "ddp(images * (1 + 4 * rank))")
+    output = finish(*own_loop("whole", *changes))
+    finish(*own_loop("cut", *changes, ("enumerate(bar, start=1)", "zip(range(1, 17), bar)")))
+    whole, cut = (torch.load(tmp_path / name / "last.pt")["model"] for name in ("whole", "cut"))
+    values = {"nn": nn, "device": "cpu"}
+    exec(re.search(r"(?s)\nlayers = .*?\.to\(device\)\n", OWN)[0], values)
+    model = values["model"].eval()
+    for name, _ in model.named_parameters():
+        torch.testing.assert_close(whole[name], cut[name], rtol=0, atol=0)
+    model.load_state_dict(whole)
+    images, labels = zip(*MNIST(tmp_path / "whole" / "data", train=False, transform=ToTensor()), strict=True)
+    hits = (model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)).sum().item()
+    assert re.search(rf"(?m)^epoch 2: .* accuracy {hits / 101:.2%}$", output)
 
 
 def test_own_loop_stops_on_one_rank_alone(own_loop):
@@ -396,11 +417,19 @@ def averaged():
     assert equal(after.parameters()) and not equal(before.parameters())
 
 
+def not_finite():
+    loss, most = (torch.tensor(float("nan") if dist.get_rank() else 1.0) for _ in range(2))
+    dist.all_reduce(loss)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert loss.isnan() and most == 1
+
+
 QUESTIONS = {  # what the page says, and what shows that it is so
     "Without workers, seed these two yourself": noise,
     "An `IterableDataset` gets no sampler": iterable,
     "with the gradient, which `dist.all_gather` does not carry": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
+    "`dist.ReduceOp.MAX` can lose a NaN": not_finite,
     "An EMA is made after the wrapper": averaged,
     "Each model of a GAN has a wrapper": two_models,
     "If layers are unfrozen, wrap again": frozen_and_unfrozen,

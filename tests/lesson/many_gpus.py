@@ -43,5 +43,5 @@ for epoch in range(3):
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
-del ddp  # as it uses the process group, which ends here
+del ddp  # before its process group ends
 dist.destroy_process_group()

@@ -36,7 +36,7 @@ val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-options["multiprocessing_context"] = "fork" if WORKERS else None  # "spawn" would run all of this
+options["multiprocessing_context"] = "fork" if WORKERS else None  # "spawn" runs this file again
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
@@ -99,8 +99,8 @@ for epoch in range(first_epoch, EPOCHS):
             hits += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
     dist.all_reduce(sums)  # 6. evaluate together: sums over all ranks first, and then the division
     loss, accuracy = loss_sum.item() / samples.item(), hits.item() / len(val_set)
-    if not math.isfinite(loss):  # on all ranks, and before it is saved
-        sys.exit(f"epoch {epoch + 1}: the loss is not finite: try a lower LR")
+    if not (math.isfinite(loss) and all(p.isfinite().all() for p in model.parameters())):
+        sys.exit(f"epoch {epoch + 1}: not finite, and not saved: try a lower LR")  # on all ranks
     improved = accuracy > best
     best, patience = (accuracy, PATIENCE) if improved else (best, patience - 1)
     if rank == 0:  # 7. let one rank write, and let all ranks decide: no `break` in here
@@ -111,5 +111,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # as it uses the process group, which ends here
+del ddp  # before its process group ends
 dist.destroy_process_group()
