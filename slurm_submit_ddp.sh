@@ -9,8 +9,8 @@
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
 # The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
-# training that fails is not requeued. A flag of sbatch, such as --nodes=4 or --gres=gpu:8, wins over
-# its line below. Submit it in the directory of the training script, which all nodes see.
+# training that fails is not requeued. A flag of sbatch, such as --gres=gpu:8, wins over its line
+# below. Submit it in the directory of the training script, which all nodes see.
 # To train in a container, export one of these, for pyxis or for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

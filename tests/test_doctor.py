@@ -96,7 +96,7 @@ if kind == "dropout":
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
-group = dist.new_group() if kind == "group" else None
+groups = [dist.new_group(), dist.new_group()] if kind == "groups" else []
 
 for epoch in range(4):
     if "set_epoch" not in kind:
@@ -160,8 +160,8 @@ for epoch in range(4):
         model.train()
     if kind == "if" and rank == 0:
         dist.barrier()
-    if kind == "group" and rank == 0:
-        dist.all_reduce(total, group=group)
+    if groups:
+        dist.all_reduce(total, group=groups[rank])
     dist.all_reduce(total)
     if kind == "alone" and rank == 0:  # rank 0 trains and evaluates something of its own, and loads what was best
         other(torch.randn(4, 4)).sum().backward()
@@ -250,7 +250,7 @@ def line_of(text):
     return LOOP[: LOOP.index(text)].count("\n") + 1
 
 
-LINES = ("loss = (model if", "dist.all_reduce(total)", "dist.barrier(", "dist.all_reduce(total, group", "__import__")
+LINES = ("loss = (model if", "dist.all_reduce(total)", "dist.barrier(", "dist.all_reduce(total, group=", "__import__")
 FORWARD, SUM, BARRIER, GROUP, SLEEP = map(line_of, LINES)
 
 
@@ -259,13 +259,13 @@ FORWARD, SUM, BARRIER, GROUP, SLEEP = map(line_of, LINES)
     {
         "break": [f"9 optimizer steps: loop.py:{SUM}", f"9 optimizer steps: loop.py:{FORWARD}"],
         "if": [f"8 optimizer steps: loop.py:{BARRIER}", f"8 optimizer steps: loop.py:{SUM}"],
-        "group": [f"8 optimizer steps: loop.py:{GROUP}", f"8 optimizer steps: loop.py:{SUM}"],
+        "groups": [f"8 optimizer steps: loop.py:{GROUP}", f"8 optimizer steps: loop.py:{GROUP}"],
         "slow": [f"9 optimizer steps: loop.py:{SLEEP}", f"9 optimizer steps: loop.py:{FORWARD}"],
         "longer": [f"8 optimizer steps: loop.py:{SUM}", f"8 optimizer steps: loop.py:{FORWARD}"],
     }.items(),
 )
 def test_hang(kind, places, loop):
-    """A `break` on one rank, collectives inside an `if`, a rank that is busy, a longer loader on rank 1."""
+    """A `break` on one rank, a collective inside an `if`, groups of the script, a busy rank, a longer loader on one."""
     with Ranks(examine, "--timeout", 3, loop, kind) as ranks:
         assert ranks.wait() == [1, 1]
         (found,) = findings(ranks.output())
