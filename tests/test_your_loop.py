@@ -190,7 +190,7 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
     assert "python" in threads and "gloo" not in threads
 
 
-FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see the README's trouble with workers
+FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "Workers" in the README
 
 
 def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
