@@ -71,7 +71,6 @@ save_and_stop() {
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1
-trap : TERM # it precedes a preemption, and reaches the training, too: wait until that has ended
 while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this
 done

@@ -70,8 +70,9 @@ class Bucket:
 
     def __init__(self, params):
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
-        self.views = {}  # each parameter's part of `flat`, with its shape and memory layout
+        self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
+            # with the parameter's shape and memory layout, such as channels_last
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -202,7 +203,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # as for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.

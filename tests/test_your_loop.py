@@ -175,7 +175,7 @@ def test_abort_shows_where_a_process_is(tmp_path):
 
 def test_gloo_ends_with_its_process_group(tmp_path):
     """Otherwise one of its threads may abort the interpreter, which ends before it."""
-    early, late = re.search(r"terminate called.*?: `(.+?)` before .*, `(.+?)` before", README).groups()
+    early, late = re.search(r"terminate called.*?: `(.+?)` before .*, and `(.+?)` before", README).groups()
     (tmp_path / "threads.py").write_text(f"""
 import os, torch, torch.distributed as dist
 {early}
