@@ -118,12 +118,12 @@ class GradientAverager:
         loss(model, last_batch).backward()     # "bucketed" sends them meanwhile,
         averager.average()                     # and now each p.grad is the average
 
-    `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each as soon as it is
-    full, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704); "flat" sends one
-    message in average(), if all have one dtype; "per-parameter" sends one per parameter there, and
-    waits for it before the next. Gradients are dense. A parameter that no rank has used gets
-    zeros. With "bucketed", a backward() that lacks its no_sync() raises RuntimeError. Between
-    backward() and average(), a p.grad may be half a sum: do not read it.
+    `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each when it is full and
+    those before it are sent, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704);
+    "flat" sends one message in average(), if all have one dtype; "per-parameter" sends one per
+    parameter there, and waits for it before the next. Gradients are dense. A parameter that no
+    rank has used gets zeros. With "bucketed", a backward() that lacks its no_sync() raises
+    RuntimeError. Between backward() and average(), a p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -152,11 +152,11 @@ class GradientAverager:
     @contextlib.contextmanager
     def no_sync(self):
         """Let backward() add gradients up on this rank, and send nothing."""
-        self.accumulating = True
+        before, self.accumulating = self.accumulating, True
         try:
             yield
         finally:
-            self.accumulating = False
+            self.accumulating = before
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.

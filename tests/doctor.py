@@ -4,11 +4,12 @@
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
 This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
-of each optimizer (the steps that it prints are those of all) and at the end. A `mistake` is
-certain, unless ranks differ on purpose (local SGD, experts); a `suspicion` may be meant so. Rank 0
-prints, on stderr, and exits with code 1 if anything was found, of which torchrun then makes a
-report of its own. A collective that waits longer than --timeout (20 s, unless the script has a
-limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
+of each optimizer (the steps that it prints are those of all) and, but for weights, at the end. A
+`mistake` is certain, unless ranks differ on purpose (local SGD, experts) or take their parts of
+what all have loaded; a `suspicion` may be meant so. Rank 0 prints, on stderr, and exits with code 1
+if anything was found, of which torchrun then makes a report of its own. A collective that waits
+longer than --timeout (20 s, unless the script has a limit of its own) fails, and the line of each
+rank is shown. (Tried with Gloo, not with NCCL.)
 
 It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
 all-reduced, or ids in it; BatchNorm's statistics at an evaluation; models outside of DDP and of the
@@ -53,6 +54,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 LOOKS = {1, 2, 3, *(2**n for n in range(2, 40)), "the end"}
+SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 1_000_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
@@ -130,6 +132,7 @@ class Doctor:
         self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
+        self.last = None  # of these, the one whose batch was the last before a step
         self.schedules, self.splits = {}, []
 
     def hook(self, owner, name, before=None, after=None):
@@ -221,6 +224,9 @@ class Doctor:
         if self.store is None:
             return
         self.steps += 1
+        if self.last is not None:
+            self.look("DataLoader", "", next(self.number["DataLoader"]), self.last)
+            self.last = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer not in self.optimizers:
             self.meet(optimizer, params)
@@ -248,9 +254,11 @@ class Doctor:
         state.batches, state.plain = [], [name for name, _ in plain_attributes(ddp.module)]
 
     def before_forward(self, ddp, *inputs, **kwargs):
-        if self.store is None or not (torch.is_grad_enabled() and ddp.module.training):
+        if self.store is None or not torch.is_grad_enabled():
             return
         self.passes += 1
+        if not ddp.module.training:
+            return
         state = self.wrappers[ddp]
         state.passes += 1
         remember(state.batches, [inputs, kwargs])
@@ -269,7 +277,10 @@ class Doctor:
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
-        if self.store is None or not torch.is_grad_enabled() or self.epochs == 4:
+        if self.store is None or not torch.is_grad_enabled():
+            return
+        self.last = self.shuffled.get(iterator)
+        if self.epochs == 4:
             return
         if iterator not in self.iterators:
             self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, batches=[], key=None)
@@ -279,8 +290,6 @@ class Doctor:
             if state.key is None:
                 self.epochs += 1
                 state.key = f"loader {self.epochs}"
-                if iterator in self.shuffled:
-                    self.look("DataLoader", "", self.epochs, self.shuffled[iterator])
             name = f"batches of {type(iterator._dataset).__name__}"
             self.look("batches", state.key, len(state.batches), name, state.batches)
 
@@ -303,18 +312,20 @@ class Doctor:
 
     def follow(self, order, sampler):
         """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
-        head, steps, used_up = list(itertools.islice(order, 1000)), self.steps, False
+        head, used_up = list(itertools.islice(order, 1000)), False
+        steps, learns = self.steps, torch.is_grad_enabled()
         try:
             yield from head
             yield from order
             used_up = True
         finally:
             if used_up or self.steps > steps:  # in an epoch that ends with a `break`, too
-                self.safely(self.after_order, sampler, head, steps, torch.is_grad_enabled())
+                self.safely(self.after_order, sampler, head, steps, learns)
 
     def after_order(self, sampler, head, steps, learns):
-        again = self.steps > steps and self.orders.get(sampler) == head
-        self.orders[sampler] = head
+        before, ended = self.orders.get(sampler, ([], 0))
+        again = self.steps > steps >= ended and before == head
+        self.orders[sampler] = head, self.steps
         name = described(sampler.dataset)
         self.look("order", name, next(self.number[name]), sampler, again, learns)
 
@@ -525,7 +536,7 @@ def shuffling_loaders(dataset):
 def shuffling_loaders_of_unknown_samples(dataset):
     """each rank may go through all samples, in an order of its own
     If no rank has samples of its own: sampler=DistributedSampler(dataset) instead of shuffle=True."""
-    return "", {described(dataset): ""} if not is_known(dataset) else {}
+    return "", {described(dataset): contents(dataset)} if not is_known(dataset) else {}
 
 
 @check("order", differ)
@@ -630,10 +641,10 @@ def contents(dataset):
 
 
 def is_known(dataset):
-    """Return whether `contents` sees samples: not those of a table, or of another data set."""
+    """Return whether `contents` has seen all but transforms: no tables, records, other data sets."""
     leaves = tree_leaves(getattr(dataset, "__dict__", dataset))
-    simple = (str, bytes, range)
-    return all(has_bytes(x) or isinstance(x, simple) or not hasattr(x, "__len__") for x in leaves)
+    seen = (has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
+    return len(leaves) <= MOST_LEAVES and all(seen)
 
 
 def tensors(pairs):
@@ -654,10 +665,9 @@ def has_bytes(value):
 def digest(thing, head=100_000):
     """Return a hash of what is in lists and dicts: of a tensor, of its first numbers."""
     hashed = hashlib.sha256()
-    for leaf in itertools.islice(tree_leaves(thing), 10_000):
+    for leaf in itertools.islice(tree_leaves(thing), MOST_LEAVES):
         if not has_bytes(leaf):
-            simple = leaf is None or isinstance(leaf, (str, bytes, int, float, range))
-            data = repr(leaf if simple else type(leaf)).encode() + b"\n"
+            data = repr(leaf if isinstance(leaf, SIMPLE) else type(leaf)).encode() + b"\n"
         elif isinstance(leaf, torch.Tensor):
             flat = leaf.detach().reshape(-1)[:head].cpu().resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(flat.data_ptr(), flat.nbytes)

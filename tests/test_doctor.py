@@ -9,12 +9,13 @@ from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weight
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
-import collections, contextlib, numpy, sys, torch, torch.distributed as dist
+import collections, contextlib, datetime, numpy, pathlib, sys, time, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
+from torch.utils.data import Subset, TensorDataset
 
 class Model(nn.Module):
     def __init__(self):
@@ -35,13 +36,14 @@ class Stream(IterableDataset):
 
 class Files(Dataset):  # of each rank, its own
     def __init__(self):
-        self.names = numpy.array([f"{i}.png" for i in range(rank, 64, 2)])
+        names = [f"{i}.png" for i in range(rank, 64, 2)]
+        self.names = [*map(pathlib.Path, names)] if kind == "paths" else numpy.array(names)
 
     def __len__(self):
         return len(self.names)
 
     def __getitem__(self, i):
-        return (samples[int(self.names[i][:-4])],)
+        return (samples[int(str(self.names[i])[:-4])],)
 
 kind, *flags = sys.argv[1:]
 dist.init_process_group("gloo")
@@ -62,8 +64,10 @@ loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if kind == "no sampler":
     loader = DataLoader(train_set, batch_size=4)
-if kind in ("shuffle", "table", "files"):
-    loader = DataLoader(Files() if kind == "files" else train_set, batch_size=4, shuffle=True)
+if kind == "subset":
+    train_set = Subset(train_set, range(rank, 64, 2))
+if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset"):
+    loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
 if "shuffled test" in kind:
     loader_of_tests = dict(sampler=DistributedSampler(train_set)) if "sampler" in kind else dict(shuffle=True)
     test_loader = DataLoader(train_set, batch_size=4, **loader_of_tests)
@@ -97,11 +101,20 @@ if kind == "dropout":
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
 groups = [dist.new_group(), dist.new_group()] if kind == "groups" else []
+if kind == "its own limit":
+    dist.new_group([0])
+    patient = dist.new_group(timeout=datetime.timedelta(minutes=1))
+    time.sleep(5 - 5 * rank)
+    dist.barrier(patient)
 
 for epoch in range(4):
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     batches = iter(loader)
+    if kind == "two at once":
+        batches = (ours for ours, _ in zip(batches, loader))
+    if kind == "shuffle, one batch":
+        batches = (next(iter(loader)) for _ in range(8))
     if kind == "shifted stream" and rank == 0:
         next(batches)
     if kind.startswith("unfrozen") and epoch == 1:
@@ -126,7 +139,7 @@ for epoch in range(4):
         if kind == "break" and rank == 0 and epoch == step == 1:
             break
         if kind == "slow" and rank == 0 and epoch == step == 1:
-            __import__("time").sleep(6)
+            time.sleep(6)
         if kind in ("gan", "generator", "added"):
             inputs = other_ddp(inputs)
         if kind in ("by hand", "statistics by hand"):
@@ -201,6 +214,7 @@ MISTAKES = {
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "shuffle=True, of what the doctor does not know": ("table", "each rank may go through all samples"),
+    "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "each rank goes through all samples"),
     "shuffle=True": ("shuffle", "each rank goes through all samples.*: 64 samples of TensorDataset"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
@@ -212,7 +226,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
-RIGHT += ["files", "shuffled test", "shuffled test, by a sampler"]
+RIGHT += ["files", "paths", "subset", "two at once", "shuffled test", "shuffled test, by a sampler"]
 
 
 @pytest.fixture
@@ -250,7 +264,13 @@ def line_of(text):
     return LOOP[: LOOP.index(text)].count("\n") + 1
 
 
-LINES = ("loss = (model if", "dist.all_reduce(total)", "dist.barrier(", "dist.all_reduce(total, group=", "__import__")
+LINES = (
+    "loss = (model if",
+    "dist.all_reduce(total)",
+    "dist.barrier()",
+    "dist.all_reduce(total, group=",
+    "time.sleep(6)",
+)
 FORWARD, SUM, BARRIER, GROUP, SLEEP = map(line_of, LINES)
 
 
@@ -308,6 +328,11 @@ def test_one_process(loop):
     )
 
 
+def test_a_limit_of_the_scripts_own(loop):
+    """In a group, while rank 0 is busy; and another group is one of rank 0 alone."""
+    assert "nothing found" in finish(examine, "--timeout", 3, loop, "its own limit")
+
+
 def test_compiled(loop):
     assert "32 optimizer steps, 0 forward passes through DDP: no forward pass through DDP was seen" in finish(
         examine, loop, "compiled"
@@ -354,5 +379,6 @@ def test_twins_end_on_their_hash(script, small_mnist, tmp_path):
 def test_lesson(script, steps, tmp_path):
     write_mnist(tmp_path / "data", train_size=2048)
     source = (ROOT / f"tests/lesson/{script}.py").read_text().replace("WORKERS = 32, 2", "WORKERS = 32, 0")
+    source = source.replace("SEED = 6, 2", "SEED = 6, 6")  # so that it does not stop early
     (tmp_path / "lesson.py").write_text(source)  # without workers, which are two seconds to each epoch
     assert f"doctor: {steps} optimizer steps" in finish(in_dir, tmp_path, examine, tmp_path / "lesson.py")

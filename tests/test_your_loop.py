@@ -104,13 +104,17 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
     assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1088], not [6, 0, 32, " in fail(*longer, nproc=2)
     after = own_loop("after", ("model.eval()\n", "model.eval()\n    model[0].bias.data.fill_(math.nan)\n"))
     for name, loop in {"diverged": diverged, "after": after}.items():
-        assert "epoch 1: not finite, and not saved" in fail(*loop, nproc=2) and not [*tmp_path.glob(f"{name}/*.pt")]
+        assert "epoch 1: the weights are not finite, and not saved" in fail(*loop, nproc=2) and not [
+            *tmp_path.glob(f"{name}/*.pt")
+        ]
 
 
 def test_own_loop_tests_together_and_does_not_train_on_what_is_left_over(own_loop, tmp_path):
     """One process has the accuracy of two, whose statistics differ much; what is left over moves no weight."""
     changes = ("SEED = 6, 2", "SEED = 2, 2"), ("ddp(images)", "ddp(images * (1 + 99 * rank))")
-    output = finish(*own_loop("whole", *changes))
+    seeds = ("    bar = ", "    print(f'seed {torch.initial_seed()}')\n    bar = ")
+    output = finish(*own_loop("whole", *changes, seeds))
+    assert len({*re.findall("seed .*", output)}) == 4  # of two ranks, in two epochs
     finish(*own_loop("cut", *changes, ("enumerate(bar, start=1)", "zip(range(1, 17), bar)")))
     whole, cut = (torch.load(tmp_path / name / "last.pt")["model"] for name in ("whole", "cut"))
     values = {"nn": nn, "device": "cpu"}
