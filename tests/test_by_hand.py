@@ -174,6 +174,10 @@ def any_module():
                 torch.testing.assert_close(p.grad, torch.full_like(p, mean), check_stride=True)
             model.zero_grad(set_to_none)
         GradientAverager(nn.Linear(2, 2).requires_grad_(False), sync).average()
+    with averager.no_sync():
+        with averager.no_sync():
+            pass
+        model(rank).backward()  # is still not sent
     model(rank).backward()
     with pytest.raises(RuntimeError, match="no_sync"), averager.no_sync():  # of the last one, "bucketed": too late
         model(rank).backward()
