@@ -75,6 +75,9 @@ if "stream" in kind:
     loader = DataLoader(Stream(), batch_size=4)
 if kind == "peek":
     next(iter(loader))
+if kind == "held":
+    held = iter(DataLoader(test_set, batch_size=4, sampler=DistributedSampler(test_set)))
+    next(held)
 
 model = Model()
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
@@ -170,6 +173,7 @@ for epoch in range(4):
     with torch.no_grad():
         model.eval()
         total = sum(model(batch[0]).sum() for batch in tests)
+        held = None
         model.train()
     if kind == "if" and rank == 0:
         dist.barrier()
@@ -226,7 +230,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
-RIGHT += ["files", "paths", "subset", "two at once", "shuffled test", "shuffled test, by a sampler"]
+RIGHT += ["files", "held", "paths", "subset", "two at once", "shuffled test", "shuffled test, by a sampler"]
 
 
 @pytest.fixture
@@ -256,7 +260,8 @@ def test_mistake(where, loop):
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right(kind, loop):
-    assert "nothing found" in finish(examine, loop, kind)
+    output = finish(examine, loop, kind)
+    assert "nothing found" in output and "my own error" not in output
 
 
 def line_of(text):
@@ -330,7 +335,8 @@ def test_one_process(loop):
 
 def test_a_limit_of_the_scripts_own(loop):
     """In a group, while rank 0 is busy; and another group is one of rank 0 alone."""
-    assert "nothing found" in finish(examine, "--timeout", 3, loop, "its own limit")
+    output = finish(examine, "--timeout", 3, loop, "its own limit")
+    assert "nothing found" in output and "my own error" not in output
 
 
 def test_compiled(loop):
