@@ -229,7 +229,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Report before each save, too: a loss that is not finite ends the run here, unsaved.
+            # Report before each save, too, as the report ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A finished epoch counts all samples, also those that drop_last has left out.
+                # A finished epoch has none to come, not even the samples that drop_last left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

@@ -110,6 +110,7 @@ if kind == "its own limit":
     time.sleep(5 - 5 * rank)
     dist.barrier(patient)
 
+model.train(kind != "eval")
 for epoch in range(4):
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
@@ -174,7 +175,7 @@ for epoch in range(4):
         model.eval()
         total = sum(model(batch[0]).sum() for batch in tests)
         held = None
-        model.train()
+        model.train(kind != "eval")
     if kind == "if" and rank == 0:
         dist.barrier()
     if groups:
@@ -230,7 +231,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
-RIGHT += ["files", "held", "paths", "subset", "two at once", "shuffled test", "shuffled test, by a sampler"]
+RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "shuffled test", "shuffled test, by a sampler"]
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set
 
 exists = rank == 0 and os.path.exists("last.pt")
 box = [torch.load("last.pt", map_location="cpu") if exists else None]
-dist.broadcast_object_list(box, src=0)  # all ranks resume from what rank 0 has found, or none does
+dist.broadcast_object_list(box, src=0)  # rank 0 alone has loaded: all ranks resume from that, or none
 if state := box[0]:
     if state["settings"] != settings:  # the schedule would be another one
         sys.exit(f"last.pt is of a run with {state['settings']}, not {settings}: move it away")
