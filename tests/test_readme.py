@@ -64,7 +64,7 @@ def run_in(copy, command):
     words = next((words for start, words in PRINTS.items() if command.startswith(start)), "weights_sha256 ")
     for old, new in CHANGES.items():
         command = command.replace(old, new)
-    env = {"OMP_NUM_THREADS": 1, "PYTHONPATH": copy / "tests", "PAUSE": 0.25 if "soak" in command else 0}
+    env = {"OMP_NUM_THREADS": 1, "PYTHONPATH": copy / "tests", "PAUSE": 0.5 if "soak" in command else 0}
     result = run(["bash", "-c", command], cwd=copy, gpu="=gpu" in command, **env)
     assert words in result.stdout, result.stdout + result.stderr
     assert result.returncode == command.startswith("diff ")
