@@ -4,21 +4,24 @@
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
 This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
-of each optimizer (the steps that it prints are those of all) and, but for weights, at the end. A
-`mistake` is certain, unless ranks differ on purpose (local SGD, experts) or take their parts of
-what all have loaded; a `suspicion` may be meant so. Rank 0 prints, on stderr, and exits with code 1
-if anything was found, of which torchrun then makes a report of its own. A collective that waits
-longer than --timeout (20 s, unless the script has a limit of its own) fails, and the line of each
-rank is shown. (Tried with Gloo, not with NCCL.)
+of each optimizer (the steps that it prints are those of all) and, at the end, at numbers of steps,
+learning rates, schedules and, without DDP, buffers. A `mistake` is certain, unless ranks differ or
+agree on purpose (local SGD, experts, tensor parallelism), take their parts of what all have loaded,
+or draw an evaluation's batches outside of no_grad between two steps; a `suspicion` may be meant so.
+Rank 0 prints, on stderr, and exits with code 1 if anything was found, of which torchrun then makes
+a report of its own. A collective that waits longer than --timeout (20 s, unless the script has a
+limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
 
 It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
-all-reduced, or ids in it; BatchNorm's statistics at an evaluation; models outside of DDP and of the
-optimizer, such as an average of the weights (EMA), and its horizon; a torch.Generator of the
-script's own, or random numbers that only a loader's workers draw; weights that differ between its
-looks only; a missing set_epoch where workers fetch a whole epoch before its first step; batches and
-buffers under torch.compile(ddp). Parameters that are sharded (DTensor, FSDP2) are not compared. It
-does not know FSDP1, DeepSpeed, CUDA graphs or `Join`, and does not reach processes that the script
-starts by itself (mp.spawn).
+all-reduced, or ids in it; BatchNorm's statistics at an evaluation; samples that are repeated in an
+evaluation whose loop begins outside of no_grad; models outside of DDP and of the optimizer, such as
+an average of the weights (EMA), and its horizon; a torch.Generator of the script's own, or random
+numbers that only a loader's workers draw; weights that differ between its looks only; a missing
+set_epoch where workers fetch a whole epoch before its first step, or where each epoch makes its own
+sampler; a SubsetRandomSampler; batches that are other things than lists and dicts of tensors, and
+all batches and buffers under torch.compile(ddp). Parameters that are sharded (DTensor, FSDP2) are
+not compared. It does not know FSDP1, DeepSpeed, CUDA graphs or `Join`, and does not reach processes
+that the script starts by itself (mp.spawn).
 """
 
 import argparse
@@ -31,6 +34,7 @@ import gc
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -45,7 +49,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -54,7 +58,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 LOOKS = {1, 2, 3, *(2**n for n in range(2, 40)), "the end"}
-SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 1_000_000  # what `digest` hashes
+SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
@@ -122,6 +126,7 @@ class Doctor:
 
     def __init__(self, limit):
         self.limit, self.store, self.watcher, self.process = limit, None, None, os.getpid()
+        self.failed = False  # by an error of its own, after which it does not look
         self.limited = False  # the time that a collective may wait, by this limit
         self.rank = self.steps = self.passes = 0
         self.ranks = range(1)
@@ -132,7 +137,7 @@ class Doctor:
         self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
-        self.last = None  # of these, the one whose batch was the last before a step
+        self.fetched, self.used = {}, {}  # of these, those since the last step, and steps of others
         self.schedules, self.splits = {}, []
 
     def hook(self, owner, name, before=None, after=None):
@@ -156,6 +161,7 @@ class Doctor:
         except Exception as error:
             if not isinstance(error, dist.DistError):  # rank 0 has ended, and the store with it
                 sys.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
+                self.failed = True
             self.store = None
 
     def join(self, _, backend=None, init_method=None, timeout=None, *args, **kwargs):
@@ -224,9 +230,11 @@ class Doctor:
         if self.store is None:
             return
         self.steps += 1
-        if self.last is not None:
-            self.look("DataLoader", "", next(self.number["DataLoader"]), self.last)
-            self.last = None
+        for key, dataset in self.fetched.items():  # if in the step before, too, it is no evaluation
+            if self.steps - self.used.get(key, -math.inf) <= max(1, len(self.states)):
+                self.look("DataLoader", "", next(self.number["DataLoader"]), dataset)
+            self.used[key] = self.steps
+        self.fetched = {}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer not in self.optimizers:
             self.meet(optimizer, params)
@@ -259,6 +267,8 @@ class Doctor:
         self.passes += 1
         if not ddp.module.training:
             return
+        if ddp not in self.wrappers:  # it is a copy
+            self.after_wrapping(None, ddp)
         state = self.wrappers[ddp]
         state.passes += 1
         remember(state.batches, [inputs, kwargs])
@@ -279,7 +289,8 @@ class Doctor:
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
         if self.store is None or not torch.is_grad_enabled():
             return
-        self.last = self.shuffled.get(iterator)
+        if iterator in self.shuffled:
+            self.fetched[id(self.shuffled[iterator])] = self.shuffled[iterator]
         if self.epochs == 4:
             return
         if iterator not in self.iterators:
@@ -294,7 +305,7 @@ class Doctor:
             self.look("batches", state.key, len(state.batches), name, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
-        kind = [len(part) for part in parts], contents(dataset)
+        kind = [len(part) for part in parts], contents(dataset)[1]
         indices = digest([part.indices for part in parts])
         self.splits.append(("random_split", "", next(self.number["split"]), kind, indices))
         self.look(*self.splits[-1])
@@ -324,7 +335,7 @@ class Doctor:
 
     def after_order(self, sampler, head, steps, learns):
         before, ended = self.orders.get(sampler, ([], 0))
-        again = self.steps > steps >= ended and before == head
+        again = learns and self.steps > steps >= ended and before == head
         self.orders[sampler] = head, self.steps
         name = described(sampler.dataset)
         self.look("order", name, next(self.number[name]), sampler, again, learns)
@@ -403,6 +414,8 @@ class Doctor:
         found = "nothing found (what it cannot see: --help)"
         if next(self.number["DDP"]) > 1 and not self.passes:
             found = "no forward pass through DDP was seen, and nothing else found"
+        if self.failed:
+            found = "my own error has ended the looks"
         if self.said:
             found = f"{len(self.said)} finding{'s' * (len(self.said) > 1)}: {'; '.join(self.said)}"
         line = f"{self.steps} optimizer steps, {self.passes} forward passes through DDP: {found}"
@@ -513,7 +526,7 @@ def buffers(model):
     """buffers differ, as each rank updates them from its own data
     All-reduce what they are updated from. (DDP would take rank 0's, and drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
-    parts = [(k, part) for k, part in model.named_modules() if not isinstance(part, _BatchNorm)]
+    parts = [(k, part) for k, part in model.named_modules() if not isinstance(part, _NormBase)]
     return tensors(x for k, part in parts for x in part.named_buffers(k, recurse=False))
 
 
@@ -529,14 +542,16 @@ def splits(kind, indices):
 def shuffling_loaders(dataset):
     """each rank goes through all samples, in an order of its own
     Use sampler=DistributedSampler(dataset) instead of shuffle=True."""
-    return "", {described(dataset): contents(dataset)} if is_known(dataset) else {}
+    known, hashed = contents(dataset)
+    return "", {described(dataset): hashed} if known else {}
 
 
 @check("DataLoader", alike, "suspicion")
 def shuffling_loaders_of_unknown_samples(dataset):
     """each rank may go through all samples, in an order of its own
     If no rank has samples of its own: sampler=DistributedSampler(dataset) instead of shuffle=True."""
-    return "", {described(dataset): contents(dataset)} if not is_known(dataset) else {}
+    known, hashed = contents(dataset)
+    return "", {described(dataset): hashed} if not known else {}
 
 
 @check("order", differ)
@@ -637,14 +652,20 @@ def described(dataset):
 
 
 def contents(dataset):
-    return digest(getattr(dataset, "__dict__", dataset))
+    """Return whether a data set's samples are surely those of what it has, and a hash of that."""
+    with contextlib.suppress(Exception):  # of what is not there, or cannot be a key
+        return CONTENTS[dataset]
+    leaves = tree_leaves(dataset if has_bytes(dataset) else getattr(dataset, "__dict__", dataset))
+    # Any other class may draw them, or read them elsewhere.
+    known = type(dataset).__module__.startswith(("builtins", "torch.", "torchvision."))
+    known &= all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
+    found = known and 0 < len(leaves) <= MOST_LEAVES, digest(leaves)
+    with contextlib.suppress(Exception):
+        CONTENTS[dataset] = found
+    return found
 
 
-def is_known(dataset):
-    """Return whether `contents` has seen all but transforms: no tables, records, other data sets."""
-    leaves = tree_leaves(getattr(dataset, "__dict__", dataset))
-    seen = (has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
-    return len(leaves) <= MOST_LEAVES and all(seen)
+CONTENTS = weakref.WeakKeyDictionary()
 
 
 def tensors(pairs):
