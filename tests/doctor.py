@@ -76,10 +76,9 @@ def main(arguments=None):
     doctor = Doctor(args.timeout)
     for module in (dist, dist.distributed_c10d, dist.device_mesh):
         doctor.hook(module, "init_process_group", after=doctor.join)
+        doctor.hook(module, "new_group", after=doctor.after_group)
     for module in (dist, dist.distributed_c10d):
         doctor.hook(module, "destroy_process_group", before=doctor.before_destroy)
-    for module in (dist, dist.distributed_c10d, dist.device_mesh):
-        doctor.hook(module, "new_group", after=doctor.after_group)
     for module in (torch.utils.data, torch.utils.data.dataset):
         doctor.hook(module, "random_split", after=doctor.after_split)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
@@ -127,7 +126,7 @@ class Doctor:
     def __init__(self, limit):
         self.limit, self.store, self.watcher, self.process = limit, None, None, os.getpid()
         self.failed = False  # by an error of its own, after which it does not look
-        self.limited = False  # the time that a collective may wait, by this limit
+        self.limited = False  # whether collectives wait for `limit`, not for what the script has set
         self.rank = self.steps = self.passes = 0
         self.ranks = range(1)
         self.said, self.sharded = [], False
@@ -137,7 +136,8 @@ class Doctor:
         self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
-        self.fetched, self.used = {}, {}  # of these, those since the last step, and steps of others
+        self.fetched = {}  # of these, those that were used since the last step
+        self.used = {}  # the number of the step before which each was used last
         self.schedules, self.splits = {}, []
 
     def hook(self, owner, name, before=None, after=None):
@@ -230,7 +230,7 @@ class Doctor:
         if self.store is None:
             return
         self.steps += 1
-        for key, dataset in self.fetched.items():  # if in the step before, too, it is no evaluation
+        for key, dataset in self.fetched.items():  # an evaluation's are not used step after step
             if self.steps - self.used.get(key, -math.inf) <= max(1, len(self.states)):
                 self.look("DataLoader", "", next(self.number["DataLoader"]), dataset)
             self.used[key] = self.steps
