@@ -429,11 +429,11 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Without workers, seed these two yourself": noise,
-    "An `IterableDataset` gets no sampler": iterable,
-    "with the gradient, which `dist.all_gather` does not carry": gather_with_gradient,
+    "Without workers, seed `random` and NumPy in the same way": noise,
+    "An `IterableDataset` has no sampler": iterable,
+    "a gradient, which `dist.all_gather` does not carry": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
-    "`dist.ReduceOp.MAX` can lose a NaN": not_finite,
+    "test the sum over all ranks": not_finite,
     "An EMA is made after the wrapper": averaged,
     "Each model of a GAN has a wrapper": two_models,
     "If layers are unfrozen, wrap again": frozen_and_unfrozen,
