@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A finished epoch has none to come, not even the samples that drop_last left out.
+                # A finished epoch counts as whole, with the samples that drop_last has left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -323,7 +323,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # different images: all take those of rank 0. (So does DDP, but in each step.)
+    # different images: all take those of rank 0. DDP does so before training steps only.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -405,8 +405,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # As the images are in memory, on `device`, one indexing by a tensor that is there, too, makes a
-    # batch. For a data set of files, whose items are on the CPU, let workers make them:
+    # The images are in memory, on `device`: indexing them with a tensor that is there, too, makes a
+    # batch. For a data set of files, whose items are on the CPU, let workers make the batches:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -475,7 +475,7 @@ def refuse_silent_mistakes():
 
 
 def set_environment(args):
-    """Set what plain python and --deterministic need, and that this process ends with torchrun."""
+    """Set what plain python and --deterministic need. Let this process end when torchrun does."""
     if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

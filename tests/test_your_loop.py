@@ -179,7 +179,7 @@ def test_abort_shows_where_a_process_is(tmp_path):
 
 def test_gloo_ends_with_its_process_group(tmp_path):
     """Otherwise one of its threads may abort the interpreter, which ends before it."""
-    early, late = re.search(r"terminate called.*?: `(.+?)` before .*, and `(.+?)` before", README).groups()
+    late, early = re.search(r"terminate called.*? `(.+?)` before .* `(.+?)` before", README).groups()
     (tmp_path / "threads.py").write_text(f"""
 import os, torch, torch.distributed as dist
 {early}
@@ -429,7 +429,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Without workers, seed `random` and NumPy in the same way": noise,
+    "Without workers, seed these two yourself": noise,
     "An `IterableDataset` has no sampler": iterable,
     "a gradient, which `dist.all_gather` does not carry": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
