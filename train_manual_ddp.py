@@ -323,7 +323,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # different images: all take those of rank 0. DDP does so before training steps only.
+    # different images: all take those of rank 0. (DDP does so, too, in the next step.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()

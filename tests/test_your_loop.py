@@ -429,14 +429,14 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Without workers, seed these two yourself": noise,
-    "An `IterableDataset` has no sampler": iterable,
-    "a gradient, which `dist.all_gather` does not carry": gather_with_gradient,
+    "Without workers, seed `random` and NumPy yourself": noise,
+    "Give an `IterableDataset` no sampler": iterable,
+    "`dist.all_gather` fetches them, but stops the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "An EMA is made after the wrapper": averaged,
-    "Each model of a GAN has a wrapper": two_models,
-    "If layers are unfrozen, wrap again": frozen_and_unfrozen,
+    "Make an EMA after the wrapper": averaged,
+    "Give each model of a GAN a wrapper": two_models,
+    "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }
 
 

@@ -32,7 +32,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
-# 3. split the data
+# 3. split the data (drop_last: here, into equal shares; in the loader, into whole batches)
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
