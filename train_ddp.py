@@ -9,7 +9,7 @@ Each process, called a rank, holds the whole model and trains on its own part of
 ranks average their gradients, so all of them take the same optimizer step and their weights stay
 equal. They communicate by collectives, calls that all ranks make together, such as an all-reduce,
 which gives every rank the sum over all ranks. On GPUs, NCCL carries them out; on CPUs, Gloo does.
-If one rank fails, torchrun ends the others.
+If one rank fails, torchrun ends the others on its node.
 
 Read from the top: `main` first, then what it calls. The comments 1 to 7 are the seven changes of
 the README, which make a script distributed; `collective` marks the lines that all ranks have to
@@ -60,7 +60,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # as for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.

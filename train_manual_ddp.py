@@ -203,7 +203,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # as for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
