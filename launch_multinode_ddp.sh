@@ -57,12 +57,13 @@ if ((nnodes == 1 && ${#hosts[@]} == 0)) && [[ $nproc_per_node != gpu ]]; then
     cores=$(($(nproc) / nproc_per_node)) # torchrun's default is 1, whatever the machine has
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 fi
-mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|PYTORCH|TORCH|CUDA|OMP)_')
+mapfile -t variables < <(compgen -e | grep -E '^(NCCL|GLOO|PYTORCH|TORCH|CUDA|OMP)_')
 
 command_of() { # print the command of node $1, quoted for bash, on one line
     local meet=("--nnodes=$nnodes" "--node-rank=$1" "--master-addr=${master_addr:-NODE0_ADDRESS}")
     ((nnodes > 1)) && meet+=("--master-port=$master_port") || meet=(--standalone)
-    printf '%q ' "${variables[@]}" "$torchrun" "${meet[@]}" "--nproc-per-node=$nproc_per_node" \
+    for name in "${variables[@]}"; do printf '%s=%q ' "$name" "${!name}"; done
+    printf '%q ' "$torchrun" "${meet[@]}" "--nproc-per-node=$nproc_per_node" \
         "$script" "${arguments[@]}"
 }
 

@@ -25,7 +25,7 @@
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
 # The job has the environment of the shell that called sbatch. With --export=NONE, it has that of a
-# login: set the variables above here, too. To use another environment, load it here:
+# login: export the variables above here, too. To use another environment, load it here:
 # module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
@@ -35,9 +35,11 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun does not take this over from sbatch. Its one task on a node gets the CPUs of all its tasks.
-cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * ${SLURM_NTASKS_PER_NODE:-1}))}
-unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # its one task gets all GPUs
+# srun's one task on a node gets the CPUs and GPUs of all the tasks that sbatch was asked for.
+tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
+cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
+gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
+unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # which srun would obey, too
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
@@ -59,7 +61,7 @@ start_torchrun() {
 # bash acts on a signal only when no command runs in the foreground, so srun is in the background.
 # It starts one task per node, whatever sbatch was told, with the function that `declare -f` prints.
 # shellcheck disable=SC2086 # some variables are several words, or none
-srun --export=ALL --ntasks="$SLURM_NNODES" $cpus --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
+srun --export=ALL --ntasks="$SLURM_NNODES" $cpus $gpus --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
     ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
     --nnodes="$SLURM_NNODES" --master-addr="$master" --master-port="$port" "$script" "$@" &
 srun=$! stopped=''

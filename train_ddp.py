@@ -353,7 +353,7 @@ def catch_signals(args):
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
     for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print in the bar's row
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)

@@ -64,6 +64,10 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     jobs[submit(NPROC_PER_NODE=3)] = [(3, 5, 100)]
     tasks = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--cpus-per-task=8")
     jobs[submit(flags=tasks)] = [(2, 8, 100)]
+    file = edited(tmp_path, "\n#SBATCH --gpus-per-node=2", "")
+    jobs[submit(flags=tasks, file=file)] = [(2, 8, 100)]
+    file = edited(tmp_path, "\n#SBATCH --ntasks-per-node=1", "")
+    jobs[submit(flags=("--nodes=1", "--ntasks=2", "--cpus-per-task=8"), file=file)] = [(2, 8, 100)]
     jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = [(1, 7, 8)]
     jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
     file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
