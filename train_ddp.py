@@ -5,7 +5,7 @@
     ... train_ddp.py --dataset synthetic                     # without a download
     ... train_ddp.py --checkpoint ck.pt                      # resumes from ck.pt, if it exists
 
-Each process, called a rank, holds the whole model and trains on its own part of every batch. The
+Each process, called a rank, holds the whole model and trains on batches of its own. The
 ranks average their gradients, so all of them take the same optimizer step and their weights stay
 equal. They communicate by collectives, calls that all ranks make together, such as an all-reduce,
 which gives every rank the sum over all ranks. On GPUs, NCCL carries them out; on CPUs, Gloo does.

@@ -431,7 +431,7 @@ def not_finite():
 QUESTIONS = {  # what the page says, and what shows that it is so
     "Without workers, seed `random` and NumPy yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "`dist.all_gather` fetches them, but stops the gradient": gather_with_gradient,
+    "`dist.all_gather` would stop the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "Make an EMA after the wrapper": averaged,

@@ -52,7 +52,7 @@ settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set
 
 exists = rank == 0 and os.path.exists("last.pt")
 box = [torch.load("last.pt", map_location="cpu") if exists else None]
-dist.broadcast_object_list(box, src=0)  # rank 0 alone has loaded: all ranks resume from that, or none
+dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
     if state["settings"] != settings:  # the schedule would be another one
         sys.exit(f"last.pt is of a run with {state['settings']}, not {settings}: move it away")
@@ -76,7 +76,7 @@ for epoch in range(first_epoch, EPOCHS):
     bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        complete = i % ACCUM_STEPS == 0  # until then, gradients add up on this rank, unsent
+        complete = i % ACCUM_STEPS == 0  # the last pass of a step
         with contextlib.nullcontext() if complete else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
                 logits = ddp(images)  # 4. again: model(images) would average nothing
