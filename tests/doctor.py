@@ -4,8 +4,8 @@
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
 This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
-of each optimizer (the steps that it prints are those of all) and, at the end, at numbers of steps,
-learning rates, schedules and, without DDP, buffers. A `mistake` is certain, unless ranks differ or
+and at every 100th of each optimizer (the steps that it prints are those of all) and, at the end, at
+numbers of steps, learning rates, schedules and, without DDP, buffers. A `mistake` is certain, unless ranks differ or
 agree on purpose (local SGD, experts, tensor parallelism), take their parts of what all have loaded,
 or draw an evaluation's batches outside of no_grad between two steps; a `suspicion` may be meant so.
 Rank 0 prints, on stderr, and exits with code 1 if anything was found, of which torchrun then makes
@@ -14,12 +14,16 @@ limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, n
 
 It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
 all-reduced, or ids in it; BatchNorm's statistics at an evaluation; samples that are repeated in an
-evaluation whose loop begins outside of no_grad; models outside of DDP and of the optimizer, such as
+evaluation whose loop begins outside of no_grad, or that several ranks have, but each augments in
+its own way; the length of a schedule that is not OneCycleLR's, CosineAnnealingLR's or a LambdaLR's
+that ends at 0; models outside of DDP and of the optimizer, such as
 an average of the weights (EMA), and its horizon; a torch.Generator of the script's own, or random
-numbers that only a loader's workers draw; weights that differ between its looks only; a missing
-set_epoch where workers fetch a whole epoch before its first step, or where each epoch makes its own
-sampler; a SubsetRandomSampler; batches that are other things than lists and dicts of tensors, and
-all batches and buffers under torch.compile(ddp). Parameters that are sharded (DTensor, FSDP2) are
+numbers that only a loader's workers draw; weights that differ between its looks, or after the last;
+a missing set_epoch where a whole epoch's order is taken before its first step (by workers, or by a
+sampler around the sampler), or where each epoch makes its own; a split of another kind than
+random_split, where no DistributedSampler is; batches that are other things than lists and dicts of
+tensors; all batches and buffers under torch.compile(ddp), and all steps under torch.compile of the
+optimizer's step. Parameters that are sharded (DTensor, FSDP2) are
 not compared. It does not know FSDP1, DeepSpeed, CUDA graphs or `Join`, and does not reach processes
 that the script starts by itself (mp.spawn).
 """
@@ -51,15 +55,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-LOOKS = {1, 2, 3, *(2**n for n in range(2, 40)), "the end"}
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
+CONSEQUENCES = "the same samples|the data set of"  # of other findings, which are not said then
+CAUSES = "batches|[Ss]ample|split"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
 
@@ -67,7 +73,8 @@ def main(arguments=None):
     """Run a script, with looks before and after functions of torch. Exit as it does, or with 1."""
     formatter = argparse.RawDescriptionHelpFormatter
     finds = [look.__doc__.partition("\n")[0] for checks in CHECKS.values() for look, *_ in checks]
-    finds = "\n  ".join(["what it finds:", *finds, "ranks have waited for others in vain"])
+    finds = ["what it finds:", *dict.fromkeys(finds), "ranks have waited for others in vain"]
+    finds = "\n  ".join(finds)
     parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
     parser.add_argument("--timeout", type=float, default=20, help="seconds a collective may wait")
     parser.add_argument("script")
@@ -87,7 +94,7 @@ def main(arguments=None):
     doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
-    register_optimizer_step_post_hook(lambda *args: doctor.safely(doctor.after_step, *args))
+    register_optimizer_step_post_hook(doctor.step_hook)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
     try:
@@ -164,6 +171,10 @@ class Doctor:
                 self.failed = True
             self.store = None
 
+    def step_hook(self, *args):
+        if not torch.compiler.is_compiling():
+            self.safely(self.after_step, *args)
+
     def join(self, _, backend=None, init_method=None, timeout=None, *args, **kwargs):
         """Begin to look, as there is a process group."""
         self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
@@ -192,7 +203,7 @@ class Doctor:
     def look(self, place, key, count, *things):
         """Let the checks of a place look at things, and leave in the store what they see."""
         # A worker of a DataLoader has the process group of its parent, and is another process.
-        if self.store is None or count not in LOOKS or os.getpid() != self.process:
+        if self.store is None or not due(count) or os.getpid() != self.process:
             return
         facts = json.dumps([look(*things) for look, *_ in CHECKS[place]])
         if self.rank:
@@ -221,8 +232,9 @@ class Doctor:
             self.say(f"{word}: {what}", seen, remedy)
 
     def say(self, what, details, *lines):
-        """On rank 0, print a finding, once."""
-        if what not in self.said:
+        """On rank 0, print a finding, once, if it does not follow from another."""
+        known = re.search(CONSEQUENCES, what) and re.search(CAUSES, " ".join(self.said))
+        if what not in self.said and not known:
             self.said.append(what)
             sys.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
 
@@ -242,13 +254,16 @@ class Doctor:
         state.steps += 1
         state.rates = [group["lr"] for group in optimizer.param_groups]
         self.look("optimizer", state.key, state.steps, state, params)
-        state.random = random_states() if state.steps + 1 in LOOKS else []
+        state.random = random_states() if due(state.steps + 1) else []
 
     def meet(self, optimizer, params):
         kind = f"{type(optimizer).__name__} {digest([[*p.shape] for p in params])}"
         state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random=[])
         state.draws, state.model = collections.defaultdict(list), lambda: None
-        model, state.names = owner_and_names(params)
+        # Where each task or parameter has an optimizer of its own, the search would take minutes.
+        many = len(self.states) > 20
+        unnamed = None, [f"parameter {i}" for i in range(len(params))]
+        model, state.names = unnamed if many else owner_and_names(params)
         wrappers = [d for d in self.wrappers if any(p is params[0] for p in d.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
         if model is not None and not wrappers:
@@ -259,7 +274,9 @@ class Doctor:
 
     def after_wrapping(self, _, ddp, *args, **kwargs):
         state = self.wrappers[ddp] = types.SimpleNamespace(key=next(self.number["DDP"]), passes=0)
-        state.batches, state.plain = [], [name for name, _ in plain_attributes(ddp.module)]
+        state.batches = Batches(f"inputs of {type(ddp.module).__name__}")
+        state.plain = [name for name, _ in plain_attributes(ddp.module)]
+        state.copied = ddp.broadcast_buffers
 
     def before_forward(self, ddp, *inputs, **kwargs):
         if self.store is None or not torch.is_grad_enabled():
@@ -271,12 +288,12 @@ class Doctor:
             self.after_wrapping(None, ddp)
         state = self.wrappers[ddp]
         state.passes += 1
-        remember(state.batches, [inputs, kwargs])
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
-            inputs = f"inputs of {type(ddp.module).__name__}"
-            self.look("batches", state.key, state.passes, inputs, state.batches)
+            if state.batches.add([inputs, kwargs]):
+                self.look("batches", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
-            self.look("buffers", state.key, state.passes, ddp.module)
+            if state.copied:
+                self.look("buffers", state.key, state.passes, ddp.module)
 
     def after_iter(self, iterator, loader):
         for state in self.states:  # a loader draws a number, alike on all ranks
@@ -294,15 +311,16 @@ class Doctor:
         if self.epochs == 4:
             return
         if iterator not in self.iterators:
-            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, batches=[], key=None)
+            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, number=0, key=None)
+            name = f"batches of {type(iterator._dataset).__name__}"
+            self.iterators[iterator].batches = Batches(name)
         state = self.iterators[iterator]
-        remember(state.batches, batch)
-        if self.steps > state.steps:  # it is used for training
+        state.number += 1
+        if state.batches.add(batch) and self.steps > state.steps:  # it is used for training
             if state.key is None:
                 self.epochs += 1
                 state.key = f"loader {self.epochs}"
-            name = f"batches of {type(iterator._dataset).__name__}"
-            self.look("batches", state.key, len(state.batches), name, state.batches)
+            self.look("batches", state.key, state.number, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
         kind = [len(part) for part in parts], contents(dataset)[1]
@@ -323,6 +341,8 @@ class Doctor:
 
     def follow(self, order, sampler):
         """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
+        if sampler not in self.orders:
+            self.safely(self.before_order, sampler)
         head, used_up = list(itertools.islice(order, 1000)), False
         steps, learns = self.steps, torch.is_grad_enabled()
         try:
@@ -332,6 +352,10 @@ class Doctor:
         finally:
             if used_up or self.steps > steps:  # in an epoch that ends with a `break`, too
                 self.safely(self.after_order, sampler, head, steps, learns)
+
+    def before_order(self, sampler):
+        name = described(sampler.dataset)
+        self.look("data set", name, next(self.number["data set", name]), sampler)
 
     def after_order(self, sampler, head, steps, learns):
         before, ended = self.orders.get(sampler, ([], 0))
@@ -414,6 +438,8 @@ class Doctor:
         found = "nothing found (what it cannot see: --help)"
         if next(self.number["DDP"]) > 1 and not self.passes:
             found = "no forward pass through DDP was seen, and nothing else found"
+        if not self.steps:
+            found = "no optimizer step was seen, and nothing else found"
         if self.failed:
             found = "my own error has ended the looks"
         if self.said:
@@ -457,6 +483,19 @@ def differ(mine, *others):
 
 def alike(mine, *others):
     return [name for name in mine if all(mine[name] == facts.get(name) for facts in others)]
+
+
+def common(mine, *others):
+    """Return the names of lists of whose first halves ranks have a fifth in common, in any order.
+
+    The second half may be of another epoch, in which each rank has samples that were another's.
+    """
+    found = set()
+    for (name, values), facts in itertools.product(mine.items(), others):
+        half = min(len(values), len(facts.get(name, []))) // 2
+        both = {*values[:half]} & {*facts.get(name, [])[:half]}
+        found |= {name} if len(both) >= max(8, half / 5) else set()
+    return sorted(found)
 
 
 def overlap(mine, *others):
@@ -506,19 +545,27 @@ def random_numbers(state, params):
 
 
 @check("batches", overlap)
-def batches(name, hashes):
+def batches(batches):
     """ranks get the same batches
     Give each rank its own: a DistributedSampler, a share of an IterableDataset, a seed.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
-    return "", {name: hashes}
+    return "", batches.hashes
+
+
+@check("batches", common)
+def samples(batches):
+    """ranks go through the same samples, in orders of their own
+    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, or every W-th sample."""
+    return "", {f"samples in {batches.name}": batches.rows}
 
 
 @check("tensors", differ, "suspicion")
 def plain_tensors(model, state):
-    """tensors that are no buffers differ
+    """tensors that DDP does not see to differ
     If they should be equal, all-reduce what they are updated from.
     leggedrobotics/rsl_rl#226"""
-    return tensors(x for x in plain_attributes(model) if x[0] in state.plain)
+    alone = [] if state.copied else own_buffers(model)
+    return tensors([*alone, *(x for x in plain_attributes(model) if x[0] in state.plain)])
 
 
 @check("buffers", differ)
@@ -526,8 +573,7 @@ def buffers(model):
     """buffers differ, as each rank updates them from its own data
     All-reduce what they are updated from. (DDP would take rank 0's, and drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
-    parts = [(k, part) for k, part in model.named_modules() if not isinstance(part, _NormBase)]
-    return tensors(x for k, part in parts for x in part.named_buffers(k, recurse=False))
+    return tensors(own_buffers(model))
 
 
 @check("random_split", differ)
@@ -540,27 +586,34 @@ def splits(kind, indices):
 
 @check("DataLoader", alike)
 def shuffling_loaders(dataset):
-    """each rank goes through all samples, in an order of its own
-    Use sampler=DistributedSampler(dataset) instead of shuffle=True."""
+    """ranks go through the same samples, in orders of their own
+    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, or every W-th sample."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if known else {}
 
 
 @check("DataLoader", alike, "suspicion")
 def shuffling_loaders_of_unknown_samples(dataset):
-    """each rank may go through all samples, in an order of its own
+    """ranks may go through the same samples, in orders of their own
     If no rank has samples of its own: sampler=DistributedSampler(dataset) instead of shuffle=True."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if not known else {}
 
 
-@check("order", differ)
-def samplers(sampler, again, learns):
+@check("data set", differ)
+def samplers(sampler):
     """a DistributedSampler is not the same on all ranks, so that shares overlap
     Give it the same seed on all ranks.
     NVlabs/LongLive#71, open-mmlab/mmengine#142"""
     shares = sampler.shuffle and sampler.num_replicas == dist.get_world_size()
     return "", {f"of {described(sampler.dataset)}, seed": sampler.seed} if shares else {}
+
+
+@check("data set", differ)
+def data_sets(sampler):
+    """the data set of a DistributedSampler is not the same on all ranks, so that shares overlap
+    Sort file names; shuffle and split with one seed on all ranks."""
+    return "", {} if sampler.num_replicas != dist.get_world_size() else listed(sampler.dataset)
 
 
 @check("order", alike)
@@ -620,11 +673,43 @@ def plain_attributes(model):
                 yield f"{prefix}.{name}".strip("."), value
 
 
-def remember(hashes, thing):
-    """Add the hash of what has tensors to the first 255."""
-    leaves = tree_leaves(thing)
-    if len(hashes) < 255 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        hashes.append(digest(leaves))
+def own_buffers(model):
+    """Yield names and buffers, but not the statistics of layers, of which rank 0's are enough."""
+    for name, part in model.named_modules():
+        # BatchNorm's, and the ranges that quantization-aware training observes
+        if not isinstance(part, _NormBase) and not type(part).__module__.startswith("torch.ao."):
+            yield from part.named_buffers(name, recurse=False)
+
+
+class Batches:
+    """Hashes of the first 255 batches of a loader or a wrapper: whole, their integers, their samples."""
+
+    def __init__(self, name):
+        self.name, self.repeats = name, False
+        self.hashes = {name: [], f"integers in {name}": []}
+        self.whole, self.integers = self.hashes.values()
+        self.rows = []
+
+    def add(self, thing):
+        """Return whether it was added."""
+        leaves = [x for x in tree_leaves(thing) if isinstance(x, torch.Tensor) and has_bytes(x)]
+        if len(self.whole) == 255 or not leaves:
+            return False
+        self.whole.append(digest(tree_leaves(thing)))
+        # Labels and tokens tell of samples that each rank augments in its own way.
+        integers = [x for x in leaves if not x.is_floating_point() and x.numel() >= 8]
+        self.integers += [digest(integers)] if integers else []
+        largest = max(leaves, key=torch.Tensor.numel)
+        rows = hashes_of_rows(largest) if largest.dim() > 1 and not self.repeats else []
+        # From its first repetition on, it may be in another epoch, with the shares of others.
+        self.repeats |= len({*self.rows, *rows}) < len(self.rows) + len(rows)
+        self.rows += [] if self.repeats else rows
+        return True
+
+
+def hashes_of_rows(tensor, head=1000):
+    rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
+    return [digest(row) for row in spread(rows.T, head).T.cpu()]
 
 
 def random_states():
@@ -647,6 +732,22 @@ def drawn_since(before):
             yield name, new
 
 
+def due(count):
+    """Return whether there is a look at what is this number of its kind."""
+    return count in (3, "the end") or count & (count - 1) == 0 or count % 100 == 0
+
+
+def listed(dataset):
+    """Return hashes, by name, of what has an entry for each sample."""
+    found = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        with contextlib.suppress(Exception):  # of what has no length, or cannot be sliced
+            if len(value) == len(dataset):
+                name = f"{type(dataset).__name__}.{name}"
+                found |= listed(value) or {name: digest(value[:MOST_LEAVES])}
+    return found
+
+
 def described(dataset):
     return f"{len(dataset)} samples of {type(dataset).__name__}"
 
@@ -658,6 +759,7 @@ def contents(dataset):
     leaves = tree_leaves(dataset if has_bytes(dataset) else getattr(dataset, "__dict__", dataset))
     # Any other class may draw them, or read them elsewhere.
     known = type(dataset).__module__.startswith(("builtins", "torch.", "torchvision."))
+    known &= not isinstance(dataset, range)  # which may stand for samples that are elsewhere
     known &= all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
     found = known and 0 < len(leaves) <= MOST_LEAVES, digest(leaves)
     with contextlib.suppress(Exception):
@@ -677,25 +779,34 @@ def tensors(pairs):
 
 def has_bytes(value):
     """Return whether it is a tensor or an array: not one that is sharded (DTensor) or sparse."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    if isinstance(value, torch.Tensor):
+        plain = type(value).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+        plain &= value.layout is torch.strided and not isinstance(value, UninitializedTensorMixin)
+        return plain and not value.is_meta and not value.is_quantized
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufSU"
 
 
 def digest(thing, head=100_000):
-    """Return a hash of what is in lists and dicts: of a tensor, of its first numbers."""
+    """Return a hash of what is in lists and dicts: of a large tensor, of numbers all over it."""
     hashed = hashlib.sha256()
     for leaf in itertools.islice(tree_leaves(thing), MOST_LEAVES):
         if not has_bytes(leaf):
             data = repr(leaf if isinstance(leaf, SIMPLE) else type(leaf)).encode() + b"\n"
         elif isinstance(leaf, torch.Tensor):
-            flat = leaf.detach().reshape(-1)[:head].cpu().resolve_conj().resolve_neg().contiguous()
+            flat = spread(leaf.detach().as_subclass(torch.Tensor).reshape(-1), head)
+            flat = flat.cpu().resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         else:
-            data = leaf.ravel()[:head].tobytes()
+            on_disk = hasattr(leaf, "filename")  # a memmap, of which the start is read
+            data = (leaf.ravel()[:head] if on_disk else spread(leaf.ravel(), head)).tobytes()
         hashed.update(data)
     return hashed.hexdigest()[:16]
+
+
+def spread(flat, head):
+    """Return some `head` of these numbers, at equal distances; None stands for all."""
+    return flat if head is None else flat[:: max(1, len(flat) // head)]
 
 
 def script_lines(lines):

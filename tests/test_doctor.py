@@ -9,13 +9,14 @@ from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weight
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
+from itertools import count, islice
 import collections, contextlib, datetime, numpy, pathlib, sys, time, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import RandomSampler, Sampler, Subset, TensorDataset
 
 class Model(nn.Module):
     def __init__(self):
@@ -24,15 +25,44 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 1)
         self.register_buffer("mean", torch.zeros(4))
         self.count = torch.zeros(1)
+        self.observer = torch.ao.quantization.MinMaxObserver() if kind == "observer" else nn.Identity()
 
     def forward(self, inputs):
-        if kind == "codebook":
+        inputs = self.observer(inputs)
+        if kind in ("codebook", "its own buffers"):
             self.mean += inputs.mean(dim=0)
         return self.head(self.layers(nn.functional.dropout(inputs, 0.1 * (kind == "dropout"))))
 
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+
+class Deck(IterableDataset):  # all samples, to each rank, in an order of its own
+    def __iter__(self):
+        return iter(samples[:64][torch.randperm(64)])
+
+class Labelled(IterableDataset):  # all samples, to each rank, each of which changes them in its own way
+    def __iter__(self):
+        return ((sample + torch.randn(4), i) for i, sample in enumerate(samples[:64]))
+
+class Turns(IterableDataset):  # without an end: in each pass, a rank has what the other had in the one before
+    def __iter__(self):
+        for turn in count():
+            yield from samples[(rank + turn) % 2 : 64 : 2][torch.randperm(32)]
+
+class Grouped(Sampler):  # as for detection
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        indices = iter(self.sampler)
+        return (batch for batch in iter(lambda: [*islice(indices, 8)], []))
+
+class Volume(torch.Tensor):  # of a library's own type
+    pass
 
 class Files(Dataset):  # of each rank, its own
     def __init__(self):
@@ -57,6 +87,8 @@ if kind == "other split":
     train_set, _ = torch.utils.data.dataset.random_split(TensorDataset(samples), [64, 1])
 if kind == "table":
     train_set.table = collections.UserList()
+if kind == "own split":
+    train_set = Subset(TensorDataset(samples), torch.randperm(65)[:64].tolist())
 seed = rank if kind == "sampler seeds" else 0
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
@@ -68,6 +100,17 @@ if kind == "subset":
     train_set = Subset(train_set, range(rank, 64, 2))
 if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset"):
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
+if kind == "grouped":
+    loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
+if kind in ("deck", "turns"):
+    loader = DataLoader(Deck() if kind == "deck" else Turns(), batch_size=8)
+if kind == "labelled":
+    loader = DataLoader(Labelled(), batch_size=8)
+if kind == "volumes":  # the corners of which are empty
+    volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
+    loader = DataLoader(volumes, batch_size=2)
+if kind == "indices":
+    loader = DataLoader(range(64), batch_size=4, shuffle=True, collate_fn=lambda batch: (samples[batch],))
 if kind == "tensor":
     loader = DataLoader(samples[rank:64:2], batch_size=4, shuffle=True)
 if "shuffled test" in kind:
@@ -87,8 +130,10 @@ model = Model()
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
-model.head.requires_grad_(kind not in ("unfrozen", "unfrozen and wrapped"))
-ddp = DistributedDataParallel(model, static_graph=kind == "static", find_unused_parameters=kind == "unused")
+model.head.requires_grad_(not kind.startswith("unfrozen"))
+options = {"static_graph": kind == "static", "find_unused_parameters": kind == "unused"}
+options |= {"broadcast_buffers": False} if kind == "its own buffers" else {}
+ddp = DistributedDataParallel(model, **options)
 other = nn.Linear(4, 4)
 other.register_buffer("mean", torch.zeros(4))
 [dist.broadcast(p.data, 0) for p in other.parameters() if "by hand" in kind]
@@ -115,7 +160,7 @@ if kind == "its own limit":
     dist.barrier(patient)
 
 model.train(kind != "eval")
-for epoch in range(4):
+for epoch in range(13 if kind == "unfrozen late" else 4):
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     batches = iter(loader)
@@ -127,7 +172,7 @@ for epoch in range(4):
         batches = (next(iter(loader)) for _ in range(8))
     if kind == "shifted stream" and rank == 0:
         next(batches)
-    if kind.startswith("unfrozen") and epoch == 1:
+    if kind.startswith("unfrozen") and epoch == (9 if kind == "unfrozen late" else 1):
         model.head.requires_grad_(True)
         ddp = DistributedDataParallel(model) if kind == "unfrozen and wrapped" else ddp
     if kind == "longer" and rank == 1:
@@ -136,8 +181,10 @@ for epoch in range(4):
         if step == {"longer": 9, "set_epoch, break": 5}.get(kind, 8):
             break
         inputs = batch if torch.is_tensor(batch) else batch[0]
-        if kind == "noisy stream":
-            inputs = inputs + torch.randn(4, 4, generator=noise)
+        if kind == "volumes":
+            inputs = inputs.as_subclass(torch.Tensor)[:, -4:]
+        if kind in ("noisy stream", "volumes"):
+            inputs = inputs + torch.randn(len(inputs), 4, generator=noise)
         if kind == "numpy":
             inputs = inputs + numpy.random.rand() * (1 + rank)
         if kind in ("noise", "denoising"):
@@ -213,25 +260,33 @@ MISTAKES = {
     "jingyaogong/minimind#853, moojink/openvla-oft#160": ("module", "weights differ: layers.0.weight, layers"),
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
+    "unfrozen after wrapping, late": ("unfrozen late", "weights differ: head.weight, head.bias; .* step 100"),
     "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
     "ReduceLROnPlateau of one rank's loss": ("plateau", "rates differ: of group 0: .* on rank 0, .* on rank 1"),
     "Wuziyi616/nerv#1: no sampler": ("no sampler", "ranks get the same batches"),
     "Smith42/astroPT#61: IterableDataset": ("stream", "ranks get the same batches"),
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
+    "Smith42/astroPT#61: each rank shuffles": ("deck", "ranks go through the same samples.*: samples in batches of De"),
+    "Smith42/astroPT#61: each rank augments": ("labelled", "same batches: integers in batches of Labelled"),
+    "a sampler of batches": ("grouped", "ranks go through the same samples"),
+    "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
     "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "suspicion: .*same random numbers: torch's .cpu."),
     "negatives by NumPy, with one seed on all ranks": ("numpy", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),
     "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ, .*: mean; .* the end"),
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ, .*: mean;"),
-    "leggedrobotics/rsl_rl#226": ("count", "suspicion: .*tensors that are no buffers differ: count;"),
+    "leggedrobotics/rsl_rl#226": ("count", "suspicion: .*tensors that DDP does not see to differ: count;"),
+    "buffers, without broadcast": ("its own buffers", "suspicion: .*tensors that DDP does not see to differ: mean;"),
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
-    "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*each rank may go through all samples"),
-    "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "each rank goes through all samples"),
-    "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "each rank goes through all samples"),
-    "shuffle=True": ("shuffle", "each rank goes through all samples.*: 64 samples of TensorDataset"),
+    "a split by hand, without a seed": ("own split", "the data set of .* is not the same .*: Subset.indices;"),
+    "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
+    "shuffle=True, of numbers": ("indices", "suspicion: .*ranks may go through the same samples.*: 64 samples of ra"),
+    "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "ranks go through the same samples"),
+    "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "ranks go through the same samples"),
+    "shuffle=True": ("shuffle", "ranks go through the same samples.*: 64 samples of TensorDataset"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
@@ -246,7 +301,7 @@ MISTAKES = {
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
-RIGHT += ["shuffled test", "shuffled test, by a sampler"]
+RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer"]
 
 
 @pytest.fixture
