@@ -3,29 +3,32 @@
     torchrun --standalone --nproc-per-node=2 tests/doctor.py train.py --its --flags
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
-This file needs torch alone and can be copied anywhere. It looks at steps 1, 2, 3, 4, 8, 16, 32, ...
-and at every 100th of each optimizer (the steps that it prints are those of all) and, at the end, at
-numbers of steps, learning rates, schedules and, without DDP, buffers. A `mistake` is certain, unless ranks differ or
-agree on purpose (local SGD, experts, tensor parallelism), take their parts of what all have loaded,
-or draw an evaluation's batches outside of no_grad between two steps; a `suspicion` may be meant so.
-Rank 0 prints, on stderr, and exits with code 1 if anything was found, of which torchrun then makes
-a report of its own. A collective that waits longer than --timeout (20 s, unless the script has a
-limit of its own) fails, and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
+This file needs torch alone and can be copied anywhere. Rank 0 prints, on stderr, and exits with
+code 1 if anything was found, of which torchrun then makes a report of its own. It looks at steps 1,
+2, 3, 4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of
+all) and, at the end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A
+collective that waits longer than --timeout (20 s, unless the script has a limit of its own) fails,
+and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
 
-It cannot see: how a loss is divided; pairs that a contrastive loss misses; a metric that is not
-all-reduced, or ids in it; BatchNorm's statistics at an evaluation; samples that are repeated in an
-evaluation whose loop begins outside of no_grad, or that several ranks have, but each augments in
-its own way; the length of a schedule that is not OneCycleLR's, CosineAnnealingLR's or a LambdaLR's
-that ends at 0; models outside of DDP and of the optimizer, such as
-an average of the weights (EMA), and its horizon; a torch.Generator of the script's own, or random
-numbers that only a loader's workers draw; weights that differ between its looks, or after the last;
-a missing set_epoch where a whole epoch's order is taken before its first step (by workers, or by a
-sampler around the sampler), or where each epoch makes its own; a split of another kind than
-random_split, where no DistributedSampler is; batches that are other things than lists and dicts of
-tensors; all batches and buffers under torch.compile(ddp), and all steps under torch.compile of the
-optimizer's step. Parameters that are sharded (DTensor, FSDP2) are
-not compared. It does not know FSDP1, DeepSpeed, CUDA graphs or `Join`, and does not reach processes
-that the script starts by itself (mp.spawn).
+A `suspicion` may be meant so. So may a `mistake` where ranks differ or agree on purpose (local SGD,
+experts, tensor parallelism, prompts that all encode), take their parts of what all have loaded, or
+draw an evaluation's batches outside of no_grad between two steps.
+
+"Nothing found" is no proof. What it is known not to see:
+- how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
+- BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
+- a rank that trains on another's samples, if each augments them and they have no integer labels
+- samples that some ranks validate on and others train on, but after random_split
+- a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
+  sampler around the sampler), or if each epoch has a sampler of its own
+- the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
+- models outside of DDP and of the optimizer, such as an average of the weights (EMA)
+- random numbers of a torch.Generator of the script's own, or of a loader's workers alone
+- weights that differ between its looks, or after the last
+- batches of other things than lists and dicts of tensors
+- batches and buffers under torch.compile(ddp); steps under torch.compile of the optimizer's step
+It does not compare sharded parameters (DTensor, FSDP2), does not know FSDP1, DeepSpeed, CUDA graphs
+or `Join`, and does not reach processes that the script starts by itself (mp.spawn).
 """
 
 import argparse
