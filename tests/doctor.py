@@ -18,7 +18,8 @@ draw an evaluation's batches outside of no_grad between two steps.
 - how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
 - BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
 - a rank that trains on another's samples, if each augments them and they have no integer labels
-- samples that some ranks validate on and others train on, but after random_split
+- samples that some ranks validate on and others train on, unless random_split or the data sets of
+  DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
   sampler around the sampler), or if each epoch has a sampler of its own
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
