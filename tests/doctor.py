@@ -69,7 +69,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CONSEQUENCES = "the same samples|the data set of"  # of other findings, which are not said then
-CAUSES = "batches|[Ss]ample|split"
+CAUSES = "the same batches|the same samples|shares overlap|random_split"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
 
