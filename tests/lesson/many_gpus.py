@@ -43,5 +43,5 @@ for epoch in range(3):
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
-del ddp  # before its process group ends
+del ddp  # it would keep threads of the process group alive
 dist.destroy_process_group()

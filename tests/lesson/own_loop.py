@@ -36,7 +36,7 @@ val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# "spawn" would run this file again. If workers never begin or never end, see the README.
+# "spawn" would run this file again. If workers never begin, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
@@ -112,5 +112,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # before its process group ends
+del ddp  # it would keep threads of the process group alive
 dist.destroy_process_group()
