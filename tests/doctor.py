@@ -11,17 +11,20 @@ collective that waits longer than --timeout (20 s, unless the script has a limit
 and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
 
 A `suspicion` may be meant so. So may a `mistake` where ranks differ or agree on purpose (local SGD,
-experts, tensor parallelism, prompts that all encode), take their parts of what all have loaded, or
-draw an evaluation's batches outside of no_grad between two steps.
+experts, tensor parallelism, prompts that all encode, statistics of which rank 0's are enough, as in
+a BatchNorm of one's own), take their parts of what all have loaded, or draw an evaluation's batches
+outside of no_grad between two steps.
 
 "Nothing found" is no proof. What it is known not to see:
 - how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
 - BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
-- a rank that trains on another's samples, if each augments them and they have no integer labels
+- a rank that trains on another's samples, if each augments them (unless a loader yields them in one
+  order, with 8 integers or more in a batch, such as labels), if few of them are distinct, if it has
+  taken less than half of them after 5,000 batches, or if they do not come from a DataLoader
 - samples that some ranks validate on and others train on, unless random_split or the data sets of
   DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
-  sampler around the sampler), or if each epoch has a sampler of its own
+  sampler around the sampler), if each epoch has a sampler of its own, or a subclass its own __iter__
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
 - models outside of DDP and of the optimizer, such as an average of the weights (EMA)
 - random numbers of a torch.Generator of the script's own, or of a loader's workers alone
@@ -68,8 +71,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
-CONSEQUENCES = "the same samples|the data set of"  # of other findings, which are not said then
-CAUSES = "the same batches|the same samples|shares overlap|random_split"
+CONSEQUENCES = "suspicion.*the same (samples|integers)|the data set of"  # not said after CAUSES
+CAUSES = "the same (batches|samples|integers)|shares overlap|random_split"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
 
@@ -170,7 +173,8 @@ class Doctor:
         try:
             return look(*args, **kwargs)
         except Exception as error:
-            if not isinstance(error, dist.DistError):  # rank 0 has ended, and the store with it
+            # If rank 0 has ended, so has the store.
+            if self.rank == 0 or not isinstance(error, dist.DistError):
                 sys.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
                 self.failed = True
             self.store = None
@@ -278,7 +282,7 @@ class Doctor:
 
     def after_wrapping(self, _, ddp, *args, **kwargs):
         state = self.wrappers[ddp] = types.SimpleNamespace(key=next(self.number["DDP"]), passes=0)
-        state.batches = Batches(f"inputs of {type(ddp.module).__name__}")
+        state.inputs = []
         state.plain = [name for name, _ in plain_attributes(ddp.module)]
         state.copied = ddp.broadcast_buffers
 
@@ -293,8 +297,10 @@ class Doctor:
         state = self.wrappers[ddp]
         state.passes += 1
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
-            if state.batches.add([inputs, kwargs]):
-                self.look("batches", state.key, state.passes, state.batches)
+            remember(state.inputs, [inputs, kwargs])
+            if state.passes < 255:
+                name = f"inputs of {type(ddp.module).__name__}"
+                self.look("batches", state.key, state.passes, name, state.inputs)
             self.look("tensors", state.key, state.passes, ddp.module, state)
             if state.copied:
                 self.look("buffers", state.key, state.passes, ddp.module)
@@ -315,19 +321,21 @@ class Doctor:
         if self.epochs == 4:
             return
         if iterator not in self.iterators:
-            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, number=0, key=None)
+            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, key=None)
             name = f"batches of {type(iterator._dataset).__name__}"
             self.iterators[iterator].batches = Batches(name)
         state = self.iterators[iterator]
-        state.number += 1
-        if state.batches.add(batch) and self.steps > state.steps:  # it is used for training
+        state.batches.add(batch)
+        if self.steps > state.steps and state.batches.number <= 5000:  # it is used for training
             if state.key is None:
                 self.epochs += 1
                 state.key = f"loader {self.epochs}"
-            self.look("batches", state.key, state.number, state.batches)
+            count, hashes = state.batches.number, state.batches.hashes
+            self.look("batches", state.key, count, state.batches.name, hashes)
+            self.look("loader", state.key, count, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
-        kind = [len(part) for part in parts], contents(dataset)[1]
+        kind = [len(part) for part in parts], contents(dataset)[1], listed(dataset)
         indices = digest([part.indices for part in parts])
         self.splits.append(("random_split", "", next(self.number["split"]), kind, indices))
         self.look(*self.splits[-1])
@@ -495,10 +503,13 @@ def common(mine, *others):
     The second half may be of another epoch, in which each rank has samples that were another's.
     """
     found = set()
-    for (name, values), facts in itertools.product(mine.items(), others):
-        half = min(len(values), len(facts.get(name, []))) // 2
-        both = {*values[:half]} & {*facts.get(name, [])[:half]}
-        found |= {name} if len(both) >= max(8, half / 5) else set()
+    for (name, (below, length, hashes)), facts in itertools.product(mine.items(), others):
+        if name in facts:
+            low, half = min(below, facts[name][0]), min(length, facts[name][1]) // 2
+            ours, theirs = (
+                {value for value, place in part if value < low and place < half} for part in (hashes, facts[name][2])
+            )
+            found |= {name} if len(ours & theirs) >= max(8, min(len(ours), len(theirs)) / 5) else set()
     return sorted(found)
 
 
@@ -549,18 +560,25 @@ def random_numbers(state, params):
 
 
 @check("batches", overlap)
-def batches(batches):
+def batches(name, hashes):
     """ranks get the same batches
     Give each rank its own: a DistributedSampler, a share of an IterableDataset, a seed.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
-    return "", batches.hashes
+    return "", {name: hashes}
 
 
-@check("batches", common)
+@check("loader", overlap, "suspicion")
+def integers(batches):
+    """ranks get the same integers, such as labels
+    If they are those of samples, these are the same: give each rank a share of its own."""
+    return "", {f"integers in {batches.name}": batches.integers}
+
+
+@check("loader", common, "suspicion")
 def samples(batches):
     """ranks go through the same samples, in orders of their own
     Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, or every W-th sample."""
-    return "", {f"samples in {batches.name}": batches.rows}
+    return "", batches.facts()
 
 
 @check("tensors", differ, "suspicion")
@@ -686,34 +704,62 @@ def own_buffers(model):
 
 
 class Batches:
-    """Hashes of the first 255 batches of a loader or a wrapper: whole, their integers, their samples."""
+    """What a loader has yielded: hashes of the first 255 batches, of their integers, and of samples.
+
+    Of the samples of the first 5,000 batches, it keeps the 500 or so of the lowest hashes, which on
+    all ranks are of the same samples, each with its place.
+    """
 
     def __init__(self, name):
-        self.name, self.repeats = name, False
-        self.hashes = {name: [], f"integers in {name}": []}
-        self.whole, self.integers = self.hashes.values()
-        self.rows = []
+        self.name, self.number = name, 0
+        self.hashes, self.integers = [], []
+        self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
 
-    def add(self, thing):
-        """Return whether it was added."""
-        leaves = [x for x in tree_leaves(thing) if isinstance(x, torch.Tensor) and has_bytes(x)]
-        if len(self.whole) == 255 or not leaves:
-            return False
-        self.whole.append(digest(tree_leaves(thing)))
+    def add(self, batch):
+        self.number += 1
+        remember(self.hashes, batch)
+        leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and has_bytes(x)]
         # Labels and tokens tell of samples that each rank augments in its own way.
         integers = [x for x in leaves if not x.is_floating_point() and x.numel() >= 8]
-        self.integers += [digest(integers)] if integers else []
-        largest = max(leaves, key=torch.Tensor.numel)
-        rows = hashes_of_rows(largest) if largest.dim() > 1 and not self.repeats else []
-        # From its first repetition on, it may be in another epoch, with the shares of others.
-        self.repeats |= len({*self.rows, *rows}) < len(self.rows) + len(rows)
-        self.rows += [] if self.repeats else rows
-        return True
+        if integers:
+            remember(self.integers, integers)
+        largest = max(leaves, key=torch.Tensor.numel, default=torch.tensor(0))
+        if largest.dim() > 1 and self.number <= 5000 and not self.repeats:
+            self.add_samples(hashes_of_rows(largest))
+
+    def add_samples(self, hashes):
+        # From a repetition on, it may be another epoch, in which a rank has what was another's.
+        kept = [(value, i) for i, value in enumerate(hashes, self.place) if value < self.below]
+        self.repeats = len({*self.samples, *dict(kept)}) < len(self.samples) + len(kept)
+        if not self.repeats:
+            self.place += len(hashes)
+            self.samples.update(kept)
+        while len(self.samples) > 500:
+            self.below //= 2
+            self.samples = {value: i for value, i in self.samples.items() if value < self.below}
+
+    def facts(self):
+        return {f"samples in {self.name}": [self.below, self.place, [*self.samples.items()]]}
 
 
-def hashes_of_rows(tensor, head=1000):
+def remember(hashes, thing):
+    """Add the hash of what has tensors to the first 255."""
+    leaves = tree_leaves(thing)
+    if len(hashes) < 255 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        hashes.append(digest(leaves))
+
+
+def hashes_of_rows(tensor):
+    """Return a number below 2**62 for each row, from 256 of its numbers."""
     rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
-    return [digest(row) for row in spread(rows.T, head).T.cpu()]
+    rows = spread(rows.T, 256).T.cpu().contiguous()
+    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
+    draw = torch.Generator().manual_seed(0)
+    factors = torch.randint(2**62, (rows.shape[1],), generator=draw)
+    mixed = (rows.long() * factors).sum(dim=1)
+    mixed = (mixed ^ (mixed >> 31)) * 0x1B873593CC9E2D51  # so that low hashes are of any rows
+    return ((mixed ^ (mixed >> 29)) & (2**62 - 1)).tolist()
 
 
 def random_states():
@@ -745,11 +791,19 @@ def listed(dataset):
     """Return hashes, by name, of what has an entry for each sample."""
     found = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        with contextlib.suppress(Exception):  # of what has no length, or cannot be sliced
+        with contextlib.suppress(Exception):  # of what has no length
             if len(value) == len(dataset):
-                name = f"{type(dataset).__name__}.{name}"
-                found |= listed(value) or {name: digest(value[:MOST_LEAVES])}
+                found |= listed(value)
+                value = value[:10_000].to_numpy().tolist() if hasattr(value, "to_numpy") else value
+                if isinstance(value, (list, tuple)):  # in folders of each rank, names are the same
+                    value = [base_name(leaf) for leaf in tree_leaves(value[:10_000])]
+                if isinstance(value, (list, range)) or has_bytes(value):
+                    found[f"{type(dataset).__name__}.{name}"] = digest(value)
     return found
+
+
+def base_name(leaf):
+    return os.path.basename(leaf) if isinstance(leaf, (str, os.PathLike)) else leaf
 
 
 def described(dataset):
@@ -760,7 +814,11 @@ def contents(dataset):
     """Return whether a data set's samples are surely those of what it has, and a hash of that."""
     with contextlib.suppress(Exception):  # of what is not there, or cannot be a key
         return CONTENTS[dataset]
-    leaves = tree_leaves(dataset if has_bytes(dataset) else getattr(dataset, "__dict__", dataset))
+    parts = dataset if has_bytes(dataset) else getattr(dataset, "__dict__", {"": dataset})
+    if isinstance(parts, dict):
+        short = {k: x[:10_000] for k, x in parts.items() if isinstance(x, (list, tuple))}
+        parts = {**parts, **short}
+    leaves = tree_leaves(parts)
     # Any other class may draw them, or read them elsewhere.
     known = type(dataset).__module__.startswith(("builtins", "torch.", "torchvision."))
     known &= not isinstance(dataset, range)  # which may stand for samples that are elsewhere
