@@ -4,6 +4,7 @@ import re
 
 import doctor
 import pytest
+import torch
 from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, with_small_model, write_mnist
 
 DOCTOR = ROOT / "tests" / "doctor.py"
@@ -75,6 +76,16 @@ class Files(Dataset):  # of each rank, its own
     def __getitem__(self, i):
         return (samples[int(str(self.names[i])[:-4])],)
 
+class Drawn(Dataset):  # of what draws random numbers, from files in a folder of each rank
+    def __init__(self, base):
+        self.base, self.names = base, [f"/scratch/{rank}/{i}.png" for i in range(64)]
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return (samples[i] + torch.randn(4) if self.base is None else self.base[i][0],)
+
 kind, *flags = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, device = dist.get_rank(), "cpu"
@@ -89,6 +100,8 @@ if kind == "table":
     train_set.table = collections.UserList()
 if kind == "own split":
     train_set = Subset(TensorDataset(samples), torch.randperm(65)[:64].tolist())
+if kind == "drawn":
+    train_set = Drawn(Drawn(None))
 seed = rank if kind == "sampler seeds" else 0
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
@@ -233,6 +246,10 @@ for epoch in range(13 if kind == "unfrozen late" else 4):
             tests = iter(DataLoader(other_set, batch_size=4, sampler=other_sampler))
             next(tests)
         model.train(kind != "eval")
+    if kind == "graded test":  # with gradients, and on all ranks the same
+        ddp.eval()
+        [ddp(samples[i : i + 8]) for i in range(8)]
+        ddp.train()
     if kind == "if" and rank == 0:
         dist.barrier()
     if groups:
@@ -301,7 +318,8 @@ MISTAKES = {
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
-RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer"]
+RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
+RIGHT += ["graded test"]
 
 
 @pytest.fixture
@@ -333,6 +351,21 @@ def test_mistake(where, loop):
 def test_right(kind, loop):
     output = finish(examine, loop, kind)
     assert "nothing found" in output and "my own error" not in output
+
+
+def test_samples_of_long_epochs():
+    """Few are kept, and still compared; none after a repetition, which may be of another epoch."""
+    rows = torch.arange(40_000.0).view(-1, 2)
+    in_order, shuffled, others = (doctor.Batches("x") for _ in range(3))
+    for batches, part in ((in_order, rows), (shuffled, rows[torch.randperm(20_000)]), (others, rows + 0.5)):
+        for batch in part.split(100):
+            batches.add([batch])
+        assert 200 < len(batches.samples) <= 500 and batches.place == 20_000
+    assert doctor.common(in_order.facts(), shuffled.facts()) == ["samples in x"]
+    assert doctor.common(in_order.facts(), others.facts()) == []
+    for batch in rows.split(5000):
+        in_order.add([batch])
+    assert in_order.place == 20_000
 
 
 def line_of(text):
