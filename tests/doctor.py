@@ -6,14 +6,18 @@
 This file needs torch alone and can be copied anywhere. Rank 0 prints, on stderr, and exits with
 code 1 if anything was found, of which torchrun then makes a report of its own. It looks at steps 1,
 2, 3, 4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of
-all) and, at the end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A
-collective that waits longer than --timeout (20 s, unless the script has a limit of its own) fails,
-and the line of each rank is shown. (Tried with Gloo, not with NCCL.)
+all), at the first four passes of each DataLoader, at the data set of a DistributedSampler once and,
+at the end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A collective
+that waits longer than --timeout (20 s, unless the script has a limit of its own) fails, and the
+line of each rank is shown. (Tried with Gloo, not with NCCL.)
 
-A `suspicion` may be meant so. So may a `mistake` where ranks differ or agree on purpose (local SGD,
-experts, tensor parallelism, prompts that all encode, statistics of which rank 0's are enough, as in
-a BatchNorm of one's own), take their parts of what all have loaded, or draw an evaluation's batches
-outside of no_grad between two steps.
+A `suspicion` may be meant so. Even a `mistake` may be right, where
+- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism
+- ranks agree on purpose: one replay buffer, prompts that all encode
+- ranks take their parts of what all have loaded
+- rank 0's statistics are enough, as in a BatchNorm of one's own
+- an evaluation draws its batches outside of no_grad, between two steps
+- a search for a learning rate trains on the first epoch's order, too, or is made by rank 0 alone
 
 "Nothing found" is no proof. What it is known not to see:
 - how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
@@ -24,11 +28,14 @@ outside of no_grad between two steps.
 - samples that some ranks validate on and others train on, unless random_split or the data sets of
   DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
-  sampler around the sampler), if each epoch has a sampler of its own, or a subclass its own __iter__
+  sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
+- one order in all epochs by other causes, such as itertools.cycle
+- a data set that a rank shuffles after its first epoch
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
-- models outside of DDP and of the optimizer, such as an average of the weights (EMA)
-- random numbers of a torch.Generator of the script's own, or of a loader's workers alone
-- weights that differ between its looks, or after the last
+- weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
+- random numbers of a generator of the script's own (torch.Generator, numpy.random.default_rng), or
+  of a loader's workers alone
+- weights that differ between its looks, or after the last; optimizers that not all ranks step
 - batches of other things than lists and dicts of tensors
 - batches and buffers under torch.compile(ddp); steps under torch.compile of the optimizer's step
 It does not compare sharded parameters (DTensor, FSDP2), does not know FSDP1, DeepSpeed, CUDA graphs
@@ -72,7 +79,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CONSEQUENCES = "suspicion.*the same (samples|integers)|the data set of"  # not said after CAUSES
-CAUSES = "the same (batches|samples|integers)|shares overlap|random_split"
+CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
 
@@ -147,8 +154,8 @@ class Doctor:
         self.waiting = {}  # looks of rank 0 that have not been compared
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
         self.optimizers, self.states = weakref.WeakKeyDictionary(), []
-        self.wrappers, self.orders = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
-        self.iterators, self.epochs = weakref.WeakKeyDictionary(), 0
+        self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
@@ -177,6 +184,9 @@ class Doctor:
             if self.rank == 0 or not isinstance(error, dist.DistError):
                 sys.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
                 self.failed = True
+            with contextlib.suppress(Exception):
+                self.store.set("failed", "")
+                self.tell("")  # rank 0 need not wait for more
             self.store = None
 
     def step_hook(self, *args):
@@ -228,10 +238,12 @@ class Doctor:
             if self.store.check(others):
                 del self.waiting[place, key, count]
                 texts = [facts, *map(self.store.get, others)]
+                [*map(self.store.delete_key, others)]  # or the store would grow all the time
                 for check, *ranks in zip(CHECKS[place], *map(json.loads, texts), strict=True):
                     self.judge(*check, when, *zip(*ranks, strict=True))
 
     def judge(self, look, compare, word, when, kinds, found):
+        """On rank 0, say what a check finds. Things of unequal kinds are not comparable."""
         names = compare(*found) if kinds.count(kinds[0]) == len(kinds) else []
         if names:
             what, remedy, *_ = (line.strip() for line in look.__doc__.splitlines())
@@ -250,7 +262,8 @@ class Doctor:
         if self.store is None:
             return
         self.steps += 1
-        for key, dataset in self.fetched.items():  # an evaluation's are not used step after step
+        for key, dataset in self.fetched.items():
+            # Training uses a data set in each step, or where optimizers take turns, in one of a few.
             if self.steps - self.used.get(key, -math.inf) <= max(1, len(self.states)):
                 self.look("DataLoader", "", next(self.number["DataLoader"]), dataset)
             self.used[key] = self.steps
@@ -260,7 +273,7 @@ class Doctor:
             self.meet(optimizer, params)
         state = self.optimizers[optimizer]
         state.steps += 1
-        state.rates = [group["lr"] for group in optimizer.param_groups]
+        state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
         self.look("optimizer", state.key, state.steps, state, params)
         state.random = random_states() if due(state.steps + 1) else []
 
@@ -272,7 +285,8 @@ class Doctor:
         many = len(self.states) > 20
         unnamed = None, [f"parameter {i}" for i in range(len(params))]
         model, state.names = unnamed if many else owner_and_names(params)
-        wrappers = [d for d in self.wrappers if any(p is params[0] for p in d.module.parameters())]
+        first = next(iter(params), None)  # a rank of ZeroRedundancyOptimizer may have none
+        wrappers = [ddp for ddp in self.wrappers if any(p is first for p in ddp.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
         if model is not None and not wrappers:
             state.model = weakref.ref(model)
@@ -311,6 +325,14 @@ class Doctor:
         shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
         if shuffles and type(loader.batch_sampler) is BatchSampler:
             self.shuffled[iterator] = loader.dataset
+        self.begin(iterator, loader)
+
+    def begin(self, iterator, loader):
+        """Return what is known of a pass of a loader: whether it trains is known after a step."""
+        known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0))
+        new = types.SimpleNamespace(loader=known, key=None, steps=0)
+        new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
+        return self.iterators.setdefault(iterator, new)
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
@@ -318,18 +340,16 @@ class Doctor:
             return
         if iterator in self.shuffled:
             self.fetched[id(self.shuffled[iterator])] = self.shuffled[iterator]
-        if self.epochs == 4:
+        state = self.iterators.get(iterator) or self.begin(iterator, iterator)
+        if state.key is None and state.loader.passes == 4:  # these are enough
             return
-        if iterator not in self.iterators:
-            self.iterators[iterator] = types.SimpleNamespace(steps=self.steps, key=None)
-            name = f"batches of {type(iterator._dataset).__name__}"
-            self.iterators[iterator].batches = Batches(name)
-        state = self.iterators[iterator]
+        state.steps = state.steps if state.batches.number else self.steps
         state.batches.add(batch)
         if self.steps > state.steps and state.batches.number <= 5000:  # it is used for training
             if state.key is None:
-                self.epochs += 1
-                state.key = f"loader {self.epochs}"
+                state.loader.number = state.loader.number or next(self.number["loader"])
+                state.loader.passes += 1
+                state.key = f"{state.loader.number} {state.loader.passes}"
             count, hashes = state.batches.number, state.batches.hashes
             self.look("batches", state.key, count, state.batches.name, hashes)
             self.look("loader", state.key, count, state.batches)
@@ -353,7 +373,7 @@ class Doctor:
 
     def follow(self, order, sampler):
         """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
-        if sampler not in self.orders:
+        if sampler not in self.samplers:
             self.safely(self.before_order, sampler)
         head, used_up = list(itertools.islice(order, 1000)), False
         steps, learns = self.steps, torch.is_grad_enabled()
@@ -366,13 +386,17 @@ class Doctor:
                 self.safely(self.after_order, sampler, head, steps, learns)
 
     def before_order(self, sampler):
-        name = described(sampler.dataset)
+        # What follows is of the last order that was trained on.
+        self.samplers[sampler] = types.SimpleNamespace(head=None, ended=0)
+        name = type(sampler.dataset).__name__
         self.look("data set", name, next(self.number["data set", name]), sampler)
 
     def after_order(self, sampler, head, steps, learns):
-        before, ended = self.orders.get(sampler, ([], 0))
-        again = learns and self.steps > steps >= ended and before == head
-        self.orders[sampler] = head, self.steps
+        state, again = self.samplers[sampler], False
+        # Of orders that are used at once, one is enough: the others are no new epochs.
+        if learns and self.steps > steps >= state.ended:
+            again = state.head == head
+            state.head, state.ended = head, self.steps
         name = described(sampler.dataset)
         self.look("order", name, next(self.number[name]), sampler, again, learns)
 
@@ -399,6 +423,7 @@ class Doctor:
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, self.limit + 10 if place else 0)
             self.compare()
+            self.failed |= self.store.check(["failed"])
             if self.store.check(["trouble"]):
                 self.explain()
         elif in_vain:  # torchrun ends all ranks when this one ends
@@ -498,18 +523,19 @@ def alike(mine, *others):
 
 
 def common(mine, *others):
-    """Return the names of lists of whose first halves ranks have a fifth in common, in any order.
+    """Return the names of lists of whose first halves ranks have many in common, in any order.
 
-    The second half may be of another epoch, in which each rank has samples that were another's.
+    The second half may be of another epoch, in which each rank has samples that were another's. Where
+    W ranks draw their shares in orders of their own, two have about 1 / 2W in common.
     """
-    found = set()
+    found, enough = set(), 1 / 2.5 / (1 + len(others))
     for (name, (below, length, hashes)), facts in itertools.product(mine.items(), others):
         if name in facts:
             low, half = min(below, facts[name][0]), min(length, facts[name][1]) // 2
             ours, theirs = (
                 {value for value, place in part if value < low and place < half} for part in (hashes, facts[name][2])
             )
-            found |= {name} if len(ours & theirs) >= max(8, min(len(ours), len(theirs)) / 5) else set()
+            found |= {name} if len(ours & theirs) >= max(8, enough * min(len(ours), len(theirs))) else set()
     return sorted(found)
 
 
@@ -529,8 +555,8 @@ def weights(state, params):
     """the ranks' weights differ
     Wrap the model in DDP, call the wrapper; wrap again after unfreezing; load weights on all ranks.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
-    rates = [float(rate) for rate in state.rates]  # where they differ, weights have to
-    return [rates, state.groups], tensors(zip(state.names, params, strict=False))[1]
+    kind = [state.rates, state.groups]  # where learning rates differ, weights have to
+    return kind, tensors(zip(state.names, params, strict=False))[1]
 
 
 @check("optimizer", differ)
@@ -538,7 +564,7 @@ def learning_rates(state, params):
     """the learning rates differ
     Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`.
     """
-    return state.steps, {f"of group {i}:": float(rate) for i, rate in enumerate(state.rates)}
+    return state.steps, {f"of group {i}:": rate for i, rate in enumerate(state.rates)}
 
 
 @check("optimizer", differ)
@@ -592,7 +618,7 @@ def plain_tensors(model, state):
 
 @check("buffers", differ)
 def buffers(model):
-    """buffers differ, as each rank updates them from its own data
+    """buffers differ, as each rank has updated them by itself
     All-reduce what they are updated from. (DDP would take rank 0's, and drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     return tensors(own_buffers(model))
@@ -631,11 +657,13 @@ def samplers(sampler):
     return "", {f"of {described(sampler.dataset)}, seed": sampler.seed} if shares else {}
 
 
-@check("data set", differ)
+@check("data set", differ, "suspicion")
 def data_sets(sampler):
-    """the data set of a DistributedSampler is not the same on all ranks, so that shares overlap
-    Sort file names; shuffle and split with one seed on all ranks."""
-    return "", {} if sampler.num_replicas != dist.get_world_size() else listed(sampler.dataset)
+    """the data set of a DistributedSampler differs by rank
+    If in order or number, shares overlap; if in names of classes, labels differ: sort them, split with one seed."""
+    if sampler.num_replicas != dist.get_world_size():
+        return "", {}
+    return "", {"samples:": len(sampler.dataset), **listed(sampler.dataset)}
 
 
 @check("order", alike)
@@ -664,8 +692,10 @@ def schedule_lengths(schedules):
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
     for name, length, steps in schedules.values():
+        # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
         off = min(abs(length - steps * world), abs(length - steps / world))
-        if length and steps > 15 and off <= max(world, 0.03 * length):
+        close = off <= max(world, 0.03 * length) and off < abs(length - steps)
+        if length and steps > 15 and close:
             wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
 
@@ -698,8 +728,9 @@ def plain_attributes(model):
 def own_buffers(model):
     """Yield names and buffers, but not the statistics of layers, of which rank 0's are enough."""
     for name, part in model.named_modules():
-        # BatchNorm's, and the ranges that quantization-aware training observes
-        if not isinstance(part, _NormBase) and not type(part).__module__.startswith("torch.ao."):
+        # BatchNorm's, the ranges that quantization-aware training observes, spectral norm's vectors
+        known = type(part).__module__.startswith(("torch.ao.", "torch.nn.utils."))
+        if not known and not isinstance(part, _NormBase):
             yield from part.named_buffers(name, recurse=False)
 
 
@@ -787,23 +818,35 @@ def due(count):
     return count in (3, "the end") or count & (count - 1) == 0 or count % 100 == 0
 
 
-def listed(dataset):
-    """Return hashes, by name, of what has an entry for each sample."""
-    found = {}
+def listed(dataset, prefix="", depth=3):
+    """Return hashes, by name, of the lists, tables, arrays and label maps of a data set, and of those within it."""
+    found, prefix = {}, prefix or type(dataset).__name__
     for name, value in getattr(dataset, "__dict__", {}).items():
-        with contextlib.suppress(Exception):  # of what has no length
-            if len(value) == len(dataset):
-                found |= listed(value)
-                value = value[:10_000].to_numpy().tolist() if hasattr(value, "to_numpy") else value
-                if isinstance(value, (list, tuple)):  # in folders of each rank, names are the same
-                    value = [base_name(leaf) for leaf in tree_leaves(value[:10_000])]
-                if isinstance(value, (list, range)) or has_bytes(value):
-                    found[f"{type(dataset).__name__}.{name}"] = digest(value)
+        with contextlib.suppress(Exception):  # of what cannot be read so
+            parts = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
+            for i, part in enumerate(parts):
+                if depth and hasattr(part, "__getitem__"):
+                    found |= listed(part, f"{prefix}.{name}" + f"[{i}]" * (part is not value), depth - 1)
+            if hasattr(value, "to_numpy"):  # of pandas
+                value = value[:1000].to_numpy().tolist()
+            elif name == "_indices":  # of Hugging Face's data sets: the rows
+                value = value.slice(0, 1000).column(0).to_pylist()
+            elif isinstance(value, dict) and len(value) <= 10_000:  # of classes and their numbers
+                numbers = any({*map(type, part)} == {int} for part in (value, value.values()))
+                value = sorted(value.items(), key=str) if numbers else []
+            if isinstance(value, (list, tuple)):
+                value = [entry(leaf) for leaf in tree_leaves(value[:1000])]
+            if has_bytes(value) or (isinstance(value, (list, range)) and value):
+                found[f"{prefix}.{name}"] = digest(value)
     return found
 
 
-def base_name(leaf):
-    return os.path.basename(leaf) if isinstance(leaf, (str, os.PathLike)) else leaf
+def entry(leaf):
+    """Return what tells an entry from others on all ranks. In folders of each rank, names are the same."""
+    if isinstance(leaf, (str, os.PathLike)):
+        return os.path.basename(leaf)
+    values = getattr(leaf, "__dict__", {}).values()
+    return [entry(x) for x in values if isinstance(x, SIMPLE)] or leaf
 
 
 def described(dataset):
@@ -844,7 +887,7 @@ def has_bytes(value):
     if isinstance(value, torch.Tensor):
         plain = type(value).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
         plain &= value.layout is torch.strided and not isinstance(value, UninitializedTensorMixin)
-        return plain and not value.is_meta and not value.is_quantized
+        return plain and not (value.is_meta or value.is_quantized or value.is_nested)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufSU"
 

@@ -1,5 +1,6 @@
 """The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
 
+import os
 import re
 
 import doctor
@@ -11,8 +12,9 @@ DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
 from itertools import count, islice
-import collections, contextlib, datetime, numpy, pathlib, sys, time, torch, torch.distributed as dist
+import collections, contextlib, datetime, numpy, pathlib, sys, time, torch, torch.distributed as dist, types
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -86,6 +88,21 @@ class Drawn(Dataset):  # of what draws random numbers, from files in a folder of
     def __getitem__(self, i):
         return (samples[i] + torch.randn(4) if self.base is None else self.base[i][0],)
 
+class Items(Dataset):  # in another order on each rank
+    def __init__(self):
+        self.items = [types.SimpleNamespace(number=(i + 7 * rank) % 64) for i in range(64)]
+
+    def __getitem__(self, i):
+        return (samples[self.items[i].number] + torch.randn(4),)
+
+class Relative(torch.optim.Optimizer):  # Adafactor's groups have no rate, either
+    def __init__(self, params):
+        super().__init__(params, {"lr": None})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.1 * p.grad
+
 kind, *flags = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, device = dist.get_rank(), "cpu"
@@ -100,6 +117,15 @@ if kind == "table":
     train_set.table = collections.UserList()
 if kind == "own split":
     train_set = Subset(TensorDataset(samples), torch.randperm(65)[:64].tolist())
+if kind == "rows":  # as of Hugging Face's data sets
+    column = types.SimpleNamespace(to_pylist=lambda: torch.randperm(64).tolist())
+    train_set._indices = types.SimpleNamespace(slice=lambda *_: types.SimpleNamespace(column=lambda _: column))
+if kind == "lengths":
+    train_set = TensorDataset(samples[: 64 - rank])
+if kind == "classes":
+    train_set.classes = {name: (i + rank) % 3 for i, name in enumerate("abc")}
+if kind == "items":
+    train_set = Subset(Items(), range(64))
 if kind == "drawn":
     train_set = Drawn(Drawn(None))
 seed = rank if kind == "sampler seeds" else 0
@@ -133,6 +159,9 @@ if "stream" in kind:
     loader = DataLoader(Stream(), batch_size=4)
 if kind == "peek":
     next(iter(loader))
+if kind == "first pass":  # for a mean, say
+    with torch.no_grad():
+        [*loader]
 other_set = TensorDataset(samples[:60])
 other_sampler = DistributedSampler(other_set)
 if kind == "held":
@@ -152,6 +181,10 @@ other.register_buffer("mean", torch.zeros(4))
 [dist.broadcast(p.data, 0) for p in other.parameters() if "by hand" in kind]
 other_ddp = DistributedDataParallel(other) if kind == "gan" else other
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if kind == "relative":
+    optimizer = Relative(model.parameters())
+if kind == "zero":  # the optimizer of rank 1 has no parameter
+    optimizer = ZeroRedundancyOptimizer([model.head.weight], torch.optim.SGD, lr=0.1)
 if kind == "added":
     optimizer.add_param_group({"params": other.parameters()})
 other_optimizer = torch.optim.Adam(other.parameters(), 0.1)
@@ -173,7 +206,9 @@ if kind == "its own limit":
     dist.barrier(patient)
 
 model.train(kind != "eval")
-for epoch in range(13 if kind == "unfrozen late" else 4):
+for epoch in range(13 if kind.endswith("late") else 4):
+    if kind == "stage late" and epoch == 6:
+        first_loader, loader = loader, DataLoader(train_set, batch_size=4)
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     batches = iter(loader)
@@ -230,6 +265,9 @@ for epoch in range(13 if kind == "unfrozen late" else 4):
             other_optimizer.zero_grad()
         if kind.startswith("schedule"):
             cosine.step()
+        if kind == "spectral norm" and rank == 0:  # as a GAN draws samples
+            with torch.no_grad():
+                model(samples)
         if ema:
             ema.update_parameters(model)
     if kind == "plateau":
@@ -298,7 +336,12 @@ MISTAKES = {
     "buffers, without broadcast": ("its own buffers", "suspicion: .*tensors that DDP does not see to differ: mean;"),
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
-    "a split by hand, without a seed": ("own split", "the data set of .* is not the same .*: Subset.indices;"),
+    "a split by hand, without a seed": ("own split", "suspicion: the data set of .*: Subset.indices;"),
+    "a split by a mask": ("lengths", "suspicion: the data set of .*: samples: 64 on rank 0, 63 on rank 1, TensorD"),
+    "Hugging Face's train_test_split": ("rows", "suspicion: the data set of .*: TensorDataset._indices;"),
+    "pytorch-forecasting#2293: classes from a set": ("classes", "suspicion: the data set of .*: TensorDataset.cl"),
+    "an unsorted list, and Subset": ("items", "suspicion: the data set of .*: Subset.dataset.items;"),
+    "a second stage without a sampler": ("stage late", "ranks get the same batches"),
     "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, of numbers": ("indices", "suspicion: .*ranks may go through the same samples.*: 64 samples of ra"),
     "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "ranks go through the same samples"),
@@ -319,7 +362,7 @@ RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "den
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
-RIGHT += ["graded test"]
+RIGHT += ["graded test", "first pass", "relative", "zero"]
 
 
 @pytest.fixture
@@ -366,6 +409,27 @@ def test_samples_of_long_epochs():
     for batch in rows.split(5000):
         in_order.add([batch])
     assert in_order.place == 20_000
+    shares = [doctor.Batches("x") for _ in range(4)]  # of orders of their own, not of one
+    for rank, share in enumerate(shares):
+        share.add([rows[torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))][rank::4]])
+    assert doctor.common(*(share.facts() for share in shares)) == ["samples in x"]
+
+
+def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
+    monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 16)
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16)}) == ("", {})
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16)})[1]
+
+
+def break_rank_1(*arguments):
+    if os.environ["RANK"] == "1":
+        doctor.digest = None
+    examine(*arguments)
+
+
+def test_an_error_of_its_own_on_one_rank(loop):
+    output = finish(break_rank_1, loop, "plain")
+    assert output.count("doctor: my own error, in ") == 1 and output.endswith("my own error has ended the looks\n")
 
 
 def line_of(text):
