@@ -64,9 +64,10 @@ def test_what_is_printed():
     for processes, threads in ((1, cores), (cores, 1), (2 * cores, 1)):
         (one,) = printed("--dry-run", f"--nproc-per-node={processes}")
         assert f" OMP_NUM_THREADS={threads} torchrun " in one
-    (one,) = printed("--dry-run", "--nproc-per-node=2", OMP_NUM_THREADS=7, NCCL_X="a\tb")
-    assert " OMP_NUM_THREADS=7 torchrun " in one and " NCCL_X=$'a\\tb' " in one
+    (one,) = printed("--dry-run", "--nproc-per-node=2", OMP_NUM_THREADS=7, NCCL_X="a\tb", TORCH_X=1, PYTORCH_X=1)
+    assert " NCCL_X=$'a\\tb' OMP_NUM_THREADS=7 PYTORCH_X=1 TORCH_X=1 torchrun " in one
     assert "OMP_NUM_THREADS" not in "".join(printed("--dry-run", "--hosts=node0"))
+    assert " --master-addr=10.0.0.1 " in printed("--dry-run", "--hosts=a,b", "--master-addr=10.0.0.1")[1]
     first, second = printed("--dry-run", "--hosts=me@node0,node1", "--interface=eth0", "--master-port=1")
     assert "GLOO_SOCKET_IFNAME=eth0" in first and "NCCL_SOCKET_IFNAME=eth0" in first
     assert f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=1 " in second

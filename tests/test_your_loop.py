@@ -90,9 +90,9 @@ def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop,
 
 
 def test_own_loop_stops_early_and_stays_so(own_loop, tmp_path):
-    early = own_loop("early", ("accuracy > best", "epoch < 2"))
-    assert re.findall(r"epoch (\d): ", finish(*early)) == [*"1234"]
-    assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [2, 4]
+    early = own_loop("early", ("accuracy > best", "epoch in (0, 2)"))
+    assert re.findall(r"epoch (\d): ", finish(*early)) == [*"12345"]
+    assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [3, 5]
     assert "epoch " not in finish(*early)
 
 
@@ -109,17 +109,32 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
         ]
 
 
+def model_of_own_loop():
+    values = {"nn": nn, "device": "cpu"}
+    exec(re.search(r"(?s)\nlayers = .*?\.to\(device\)\n", OWN)[0], values)
+    return values["model"]
+
+
+def test_own_loop_clips_before_each_step(own_loop, tmp_path):
+    """If gradients are clipped to nothing, weights stay, and the loss is that of a model that knows nothing."""
+    changes = (("SEED = 6", "SEED = 1"), ("0.01, 1.0", "0.01, 0.0"), ("optim.AdamW", "optim.SGD"))
+    loss = re.search("loss (.*),", finish(*own_loop("clipped", *changes)))[1]
+    assert float(loss) == pytest.approx(2.3, abs=1)
+    torch.manual_seed(0)
+    weights = torch.load(tmp_path / "clipped" / "last.pt")["model"]
+    assert all(torch.equal(p, weights[name]) for name, p in model_of_own_loop().named_parameters())
+
+
 def test_own_loop_tests_together_and_does_not_train_on_what_is_left_over(own_loop, tmp_path):
     """One process has the accuracy of two, whose statistics differ much; what is left over moves no weight."""
     changes = ("SEED = 6, 2", "SEED = 2, 2"), ("ddp(images)", "ddp(images * (1 + 99 * rank))")
-    seeds = ("    bar = ", "    print(f'seed {torch.initial_seed()}')\n    bar = ")
-    output = finish(*own_loop("whole", *changes, seeds))
-    assert len({*re.findall("seed .*", output)}) == 4  # of two ranks, in two epochs
+    told = ("    bar = ", "    print('seed', torch.initial_seed(), '\\norder', [*sampler][:9])\n    bar = ")
+    output = finish(*own_loop("whole", *changes, told))
+    for word in ("seed", "order"):
+        assert len({*re.findall(f"{word} .*", output)}) == 4  # of two ranks, in two epochs
     finish(*own_loop("cut", *changes, ("enumerate(bar, start=1)", "zip(range(1, 17), bar)")))
     whole, cut = (torch.load(tmp_path / name / "last.pt")["model"] for name in ("whole", "cut"))
-    values = {"nn": nn, "device": "cpu"}
-    exec(re.search(r"(?s)\nlayers = .*?\.to\(device\)\n", OWN)[0], values)
-    model = values["model"].eval()
+    model = model_of_own_loop().eval()
     for name, _ in model.named_parameters():
         torch.testing.assert_close(whole[name], cut[name], rtol=0, atol=0)
     model.load_state_dict(whole)
@@ -242,6 +257,10 @@ BATCHES = [(MANY, "=64, sampler=s", "=128, sampler=s"), (OWN_QUIET, "WORKERS = 3
 def test_the_same_losses(source, batch, double, tmp_path):
     two, one = shown(source, 2, tmp_path / "two"), shown(source.replace(batch, double), 1, tmp_path / "one")
     assert len(two) == 8 and two == pytest.approx(one, rel=1e-4)
+    if source == OWN_QUIET:  # a step's losses are those of one pass, four times as large
+        whole = source.replace(batch, "WORKERS = 128").replace("STEPS, LR, CLIP_NORM = 2", "STEPS, LR, CLIP_NORM = 1")
+        pairs = [sum(pair) / 2 for pair in zip(two[::2], two[1::2], strict=True)]
+        assert shown(whole, 1, tmp_path / "whole")[:4] == pytest.approx(pairs, rel=1e-4)
     twice = "[p.grad.mul_(2) for p in model.parameters()], optimizer.step()"
     for line, instead in (("ddp(images", "model(images"), ("optimizer.step()", twice)):
         wrong = shown(source.replace(line, instead), 2, tmp_path / line)

@@ -32,11 +32,11 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
-# 3. split the data (drop_last: here, into equal shares; in the loader, into whole batches)
+# 3. split the data. drop_last gives equal shares here, and whole batches in the loader
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# "spawn" would run this file again. If workers never begin, see the README.
+# "spawn" would run this file again. If it hangs with workers, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
