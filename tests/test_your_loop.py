@@ -128,7 +128,8 @@ def test_own_loop_clips_before_each_step(own_loop, tmp_path):
 def test_own_loop_tests_together_and_does_not_train_on_what_is_left_over(own_loop, tmp_path):
     """One process has the accuracy of two, whose statistics differ much; what is left over moves no weight."""
     changes = ("SEED = 6, 2", "SEED = 2, 2"), ("ddp(images)", "ddp(images * (1 + 99 * rank))")
-    told = ("    bar = ", "    print('seed', torch.initial_seed(), '\\norder', [*sampler][:9])\n    bar = ")
+    lines = "f'seed {torch.initial_seed()}\\norder {[*sampler][:9]}\\n'"  # in one write, or those of ranks mix
+    told = ("    bar = ", f"    print({lines}, end='')\n    bar = ")
     output = finish(*own_loop("whole", *changes, told))
     for word in ("seed", "order"):
         assert len({*re.findall(f"{word} .*", output)}) == 4  # of two ranks, in two epochs
