@@ -8,8 +8,8 @@ code 1 if anything was found, of which torchrun then makes a report of its own. 
 2, 3, 4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of
 all), at the first four passes of each DataLoader, at the data set of a DistributedSampler once and,
 at the end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A collective
-that waits longer than --timeout (20 s, unless the script has a limit of its own) fails, and the
-line of each rank is shown. (Tried with Gloo, not with NCCL.)
+that waits longer than 20 s, or the script's or its library's own limit, fails, and the line of each
+rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo, not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism
@@ -17,14 +17,17 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks take their parts of what all have loaded
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an evaluation draws its batches outside of no_grad, between two steps
-- a search for a learning rate trains on the first epoch's order, too, or is made by rank 0 alone
+- a second phase, run or model, or a search for a learning rate, begins with epoch 0's order again
+- rank 0 alone makes such a search
 
 "Nothing found" is no proof. What it is known not to see:
 - how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
 - BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
-- a rank that trains on another's samples, if each augments them (unless a loader yields them in one
-  order, with 8 integers or more in a batch, such as labels), if few of them are distinct, if it has
-  taken less than half of them after 5,000 batches, or if they do not come from a DataLoader
+- a rank that trains on another's samples in another order, if
+  - each augments them, pads features, or has them in lists or in tensors of one dimension
+  - few of them are distinct, or it has taken less than half of them after 5,000 batches
+  - they do not come from a DataLoader
+- or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch
 - samples that some ranks validate on and others train on, unless random_split or the data sets of
   DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
@@ -33,6 +36,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - a data set that a rank shuffles after its first epoch
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
+- buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
+  that modules make only in their first pass
 - random numbers of a generator of the script's own (torch.Generator, numpy.random.default_rng), or
   of a loader's workers alone
 - weights that differ between its looks, or after the last; optimizers that not all ranks step
@@ -90,7 +95,7 @@ def main(arguments=None):
     finds = ["what it finds:", *dict.fromkeys(finds), "ranks have waited for others in vain"]
     finds = "\n  ".join(finds)
     parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
-    parser.add_argument("--timeout", type=float, default=20, help="seconds a collective may wait")
+    parser.add_argument("--timeout", type=float, help="seconds a collective may wait; default: 20")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(arguments)
@@ -145,7 +150,8 @@ class Doctor:
     """
 
     def __init__(self, limit):
-        self.limit, self.store, self.watcher, self.process = limit, None, None, os.getpid()
+        self.asked, self.limit, self.process = limit is not None, limit or 20, os.getpid()
+        self.store, self.watcher, self.lock = None, None, threading.Lock()
         self.failed = False  # by an error of its own, after which it does not look
         self.limited = False  # whether collectives wait for `limit`, not for what the script has set
         self.rank = self.steps = self.passes = 0
@@ -198,7 +204,7 @@ class Doctor:
         self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
         if len(self.ranks) == 1 or self.store is not None:
             return
-        if timeout is None:  # set only now, as ranks may be late when they meet
+        if timeout is None or self.asked:  # set only now, as ranks may be late when they meet
             self.limited = True
             self.after_group(dist.group.WORLD)
         else:
@@ -226,8 +232,9 @@ class Doctor:
         facts = json.dumps([look(*things) for look, *_ in CHECKS[place]])
         if self.rank:
             self.store.set(f"{place} {key} {count} {self.rank}", facts)
-        else:
-            when = "at the end" if count == "the end" else f"after optimizer step {self.steps}"
+            return
+        when = "at the end" if count == "the end" else f"after optimizer step {self.steps}"
+        with self.lock:  # a loader may run in a thread of the script's
             self.waiting[place, key, count] = when, facts
             self.compare()
 
@@ -422,7 +429,8 @@ class Doctor:
             return
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, self.limit + 10 if place else 0)
-            self.compare()
+            with self.lock:
+                self.compare()
             self.failed |= self.store.check(["failed"])
             if self.store.check(["trouble"]):
                 self.explain()
@@ -526,9 +534,9 @@ def common(mine, *others):
     """Return the names of lists of whose first halves ranks have many in common, in any order.
 
     The second half may be of another epoch, in which each rank has samples that were another's. Where
-    W ranks draw their shares in orders of their own, two have about 1 / 2W in common.
+    W ranks draw their shares in orders of their own, two have about 1 / 2W in common: half of it is enough.
     """
-    found, enough = set(), 1 / 2.5 / (1 + len(others))
+    found, enough = set(), 1 / 4 / (1 + len(others))
     for (name, (below, length, hashes)), facts in itertools.product(mine.items(), others):
         if name in facts:
             low, half = min(below, facts[name][0]), min(length, facts[name][1]) // 2
@@ -663,7 +671,9 @@ def data_sets(sampler):
     If in order or number, shares overlap; if in names of classes, labels differ: sort them, split with one seed."""
     if sampler.num_replicas != dist.get_world_size():
         return "", {}
-    return "", {"samples:": len(sampler.dataset), **listed(sampler.dataset)}
+    dataset = sampler.dataset
+    entries = listed(types.SimpleNamespace(entries=dataset), type(dataset).__name__, depth=0)
+    return "", {"samples:": len(dataset), **entries, **listed(dataset)}
 
 
 @check("order", alike)
@@ -755,7 +765,7 @@ class Batches:
         if integers:
             remember(self.integers, integers)
         largest = max(leaves, key=torch.Tensor.numel, default=torch.tensor(0))
-        if largest.dim() > 1 and self.number <= 5000 and not self.repeats:
+        if largest.dim() > 1 and largest.numel() and self.number <= 5000 and not self.repeats:
             self.add_samples(hashes_of_rows(largest))
 
     def add_samples(self, hashes):
@@ -781,13 +791,18 @@ def remember(hashes, thing):
 
 
 def hashes_of_rows(tensor):
-    """Return a number below 2**62 for each row, from 256 of its numbers."""
+    """Return a number below 2**62 for each row, from 256 of its numbers, or fewer."""
+    draw = torch.Generator().manual_seed(0)
     rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
-    rows = spread(rows.T, 256).T.cpu().contiguous()
+    if tensor.dim() == 2:  # perhaps of tokens, with padding, which is not the sample's
+        rows = rows[:, :256]
+        padding = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
+        rows = rows.masked_fill(padding, 0).cpu().contiguous()
+    else:
+        rows = rows[:, torch.randint(rows.shape[1], (256,), generator=draw).to(rows.device)].cpu()
     rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
-    draw = torch.Generator().manual_seed(0)
-    factors = torch.randint(2**62, (rows.shape[1],), generator=draw)
+    factors = torch.randint(2**62, (512,), generator=draw)[: rows.shape[1]]
     mixed = (rows.long() * factors).sum(dim=1)
     mixed = (mixed ^ (mixed >> 31)) * 0x1B873593CC9E2D51  # so that low hashes are of any rows
     return ((mixed ^ (mixed >> 29)) & (2**62 - 1)).tolist()
@@ -827,8 +842,8 @@ def listed(dataset, prefix="", depth=3):
             for i, part in enumerate(parts):
                 if depth and hasattr(part, "__getitem__"):
                     found |= listed(part, f"{prefix}.{name}" + f"[{i}]" * (part is not value), depth - 1)
-            if hasattr(value, "to_numpy"):  # of pandas
-                value = value[:1000].to_numpy().tolist()
+            if hasattr(value, "iloc"):  # of pandas
+                value = value.iloc[:1000].to_numpy().tolist()
             elif name == "_indices":  # of Hugging Face's data sets: the rows
                 value = value.slice(0, 1000).column(0).to_pylist()
             elif isinstance(value, dict) and len(value) <= 10_000:  # of classes and their numbers
@@ -903,8 +918,9 @@ def digest(thing, head=100_000):
             flat = flat.cpu().resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         else:
-            on_disk = hasattr(leaf, "filename")  # a memmap, of which the start is read
-            data = (leaf.ravel()[:head] if on_disk else spread(leaf.ravel(), head)).tobytes()
+            step = 1 if head is None else max(1, leaf.size // head)
+            step = 1 if hasattr(leaf, "filename") else step  # a memmap, of which the start is read
+            data = leaf.flat[: head and head * step : step].tobytes()
         hashed.update(data)
     return hashed.hexdigest()[:16]
 

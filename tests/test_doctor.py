@@ -11,8 +11,9 @@ from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weight
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
-from itertools import count, islice
-import collections, contextlib, datetime, numpy, pathlib, sys, time, torch, torch.distributed as dist, types
+from itertools import chain, count, islice
+from queue import SimpleQueue
+import collections, contextlib, datetime, numpy, pathlib, sys, threading, time, torch, torch.distributed as dist, types
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -104,7 +105,8 @@ class Relative(torch.optim.Optimizer):  # Adafactor's groups have no rate, eithe
             p.data -= 0.1 * p.grad
 
 kind, *flags = sys.argv[1:]
-dist.init_process_group("gloo")
+limit = {"timeout": datetime.timedelta(minutes=2)} if kind == "break" else {}  # as libraries set one
+dist.init_process_group("gloo", **limit)
 rank, device = dist.get_rank(), "cpu"
 torch.manual_seed(rank)
 samples = torch.randn(65, 4, generator=torch.Generator().manual_seed(0))
@@ -124,6 +126,8 @@ if kind == "lengths":
     train_set = TensorDataset(samples[: 64 - rank])
 if kind == "classes":
     train_set.classes = {name: (i + rank) % 3 for i, name in enumerate("abc")}
+if kind == "list":
+    train_set = [(samples[i] + torch.randn(4),) for i in torch.randperm(64)]
 if kind == "items":
     train_set = Subset(Items(), range(64))
 if kind == "drawn":
@@ -214,6 +218,10 @@ for epoch in range(13 if kind.endswith("late") else 4):
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
+    if kind == "thread":
+        queue, fetched = SimpleQueue(), chain(batches, [None])
+        threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
+        batches = iter(queue.get, None)
     if kind == "two at once":
         batches = (ours for ours, _ in zip(batches, loader))
     if kind == "shuffle, one batch":
@@ -340,6 +348,7 @@ MISTAKES = {
     "a split by a mask": ("lengths", "suspicion: the data set of .*: samples: 64 on rank 0, 63 on rank 1, TensorD"),
     "Hugging Face's train_test_split": ("rows", "suspicion: the data set of .*: TensorDataset._indices;"),
     "pytorch-forecasting#2293: classes from a set": ("classes", "suspicion: the data set of .*: TensorDataset.cl"),
+    "an unsorted list": ("list", "suspicion: the data set of .*: list.entries;"),
     "an unsorted list, and Subset": ("items", "suspicion: the data set of .*: Subset.dataset.items;"),
     "a second stage without a sampler": ("stage late", "ranks get the same batches"),
     "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
@@ -362,7 +371,7 @@ RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "den
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
-RIGHT += ["graded test", "first pass", "relative", "zero"]
+RIGHT += ["graded test", "first pass", "relative", "zero", "thread"]
 
 
 @pytest.fixture
@@ -413,6 +422,15 @@ def test_samples_of_long_epochs():
     for rank, share in enumerate(shares):
         share.add([rows[torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))][rank::4]])
     assert doctor.common(*(share.facts() for share in shares)) == ["samples in x"]
+
+
+def test_samples_are_told_apart_by_more_than_padding_and_borders():
+    tokens = torch.randint(3, 99, (50, 20))
+    pads = [torch.nn.functional.pad(tokens, (0, width), value=2) for width in (5, 999)]
+    assert len({*doctor.hashes_of_rows(pads[0]), *doctor.hashes_of_rows(pads[1])}) == 50
+    images = torch.ones(9, 3, 256, 256)
+    images[:, :, 1:, 1:] = torch.randn(9, 3, 255, 255)
+    assert len({*doctor.hashes_of_rows(images)}) == 9
 
 
 def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
