@@ -245,7 +245,8 @@ class Doctor:
             if self.store.check(others):
                 del self.waiting[place, key, count]
                 texts = [facts, *map(self.store.get, others)]
-                [*map(self.store.delete_key, others)]  # or the store would grow all the time
+                for other in others:  # or the store would grow all the time
+                    self.store.delete_key(other)
                 for check, *ranks in zip(CHECKS[place], *map(json.loads, texts), strict=True):
                     self.judge(*check, when, *zip(*ranks, strict=True))
 
@@ -335,7 +336,7 @@ class Doctor:
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
-        """Return what is known of a pass of a loader: whether it trains is known after a step."""
+        """Return what is known of a pass of a loader. After an optimizer step, it counts as training."""
         known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0))
         new = types.SimpleNamespace(loader=known, key=None, steps=0)
         new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
@@ -350,7 +351,8 @@ class Doctor:
         state = self.iterators.get(iterator) or self.begin(iterator, iterator)
         if state.key is None and state.loader.passes == 4:  # these are enough
             return
-        state.steps = state.steps if state.batches.number else self.steps
+        if state.batches.number == 0:
+            state.steps = self.steps
         state.batches.add(batch)
         if self.steps > state.steps and state.batches.number <= 5000:  # it is used for training
             if state.key is None:
@@ -393,7 +395,7 @@ class Doctor:
                 self.safely(self.after_order, sampler, head, steps, learns)
 
     def before_order(self, sampler):
-        # What follows is of the last order that was trained on.
+        # The head and the end (in steps) are those of the last order that was trained on.
         self.samplers[sampler] = types.SimpleNamespace(head=None, ended=0)
         name = type(sampler.dataset).__name__
         self.look("data set", name, next(self.number["data set", name]), sampler)
