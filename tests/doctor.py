@@ -3,21 +3,24 @@
     torchrun --standalone --nproc-per-node=2 tests/doctor.py train.py --its --flags
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
-This file needs torch alone and can be copied anywhere. Rank 0 prints, on stderr, and exits with
-code 1 if anything was found, of which torchrun then makes a report of its own. It looks at steps 1,
-2, 3, 4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of
-all), at the first four passes of each DataLoader, at the data set of a DistributedSampler once and,
-at the end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A collective
+This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
+with code 1 if there are any; torchrun then makes a report of its own, and ends ranks that are still
+at work after destroy_process_group(). It looks at steps 1, 2, 3, 4, 8, 16, 32, ... and every 100th of
+each optimizer (the steps that it prints are those of all), at the first four passes of each
+DataLoader, at the data set of a DistributedSampler once and, at the end, at numbers of steps,
+learning rates, schedules and, without DDP, buffers. A look at a step reads all weights. A collective
 that waits longer than 20 s, or the script's or its library's own limit, fails, and the line of each
 rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo, not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism
-- ranks agree on purpose: one replay buffer, prompts that all encode
-- ranks take their parts of what all have loaded
+- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism, noise or hidden
+  states in buffers
+- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up
+- ranks take their parts of what all have loaded, or split samples of their own that are in no
+  attribute of the data set
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an evaluation draws its batches outside of no_grad, between two steps
-- a second phase, run or model, or a search for a learning rate, begins with epoch 0's order again
+- a second pass, phase, run or model, or a search for a learning rate, has an order again
 - rank 0 alone makes such a search
 
 "Nothing found" is no proof. What it is known not to see:
@@ -26,10 +29,11 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - a rank that trains on another's samples in another order, if
   - each augments them, pads features, or has them in lists or in tensors of one dimension
   - few of them are distinct, or it has taken less than half of them after 5,000 batches
-  - they do not come from a DataLoader
-- or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch
-- samples that some ranks validate on and others train on, unless random_split or the data sets of
-  DistributedSamplers show it
+  - they do not come from a DataLoader, or it yields a whole epoch before the first step
+- or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch, or
+  if neither a DataLoader yields them nor DDP gets them
+- samples that some ranks validate on and others train on, unless random_split of the same data set,
+  with the same attributes, or the data sets of DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
   sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
 - one order in all epochs by other causes, such as itertools.cycle
@@ -127,7 +131,8 @@ def main(arguments=None):
     finally:
         doctor.safely(doctor.finish, error)
     doctor.conclude()
-    sys.exit(1 if not code and doctor.said else code)
+    broken = doctor.said or (doctor.failed and doctor.rank == 0)
+    sys.exit(1 if not code and broken else code)
 
 
 def run_script(script, arguments):
@@ -181,7 +186,7 @@ class Doctor:
 
         setattr(owner, name, replacement)
 
-    def safely(self, look, *args, **kwargs):
+    def safely(self, look, /, *args, **kwargs):
         """No error of the doctor's own ends the script. It ends the looks."""
         try:
             return look(*args, **kwargs)
@@ -280,6 +285,8 @@ class Doctor:
         if optimizer not in self.optimizers:
             self.meet(optimizer, params)
         state = self.optimizers[optimizer]
+        if len(params) > len(state.names):  # layers were unfrozen
+            state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
         self.look("optimizer", state.key, state.steps, state, params)
@@ -308,7 +315,7 @@ class Doctor:
         state.plain = [name for name, _ in plain_attributes(ddp.module)]
         state.copied = ddp.broadcast_buffers
 
-    def before_forward(self, ddp, *inputs, **kwargs):
+    def before_forward(self, ddp, /, *inputs, **kwargs):
         if self.store is None or not torch.is_grad_enabled():
             return
         self.passes += 1
@@ -340,7 +347,8 @@ class Doctor:
         known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0))
         new = types.SimpleNamespace(loader=known, key=None, steps=0)
         new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
-        return self.iterators.setdefault(iterator, new)
+        self.iterators[iterator] = new  # with persistent workers, all passes have one iterator
+        return new
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
@@ -369,7 +377,7 @@ class Doctor:
         self.splits.append(("random_split", "", next(self.number["split"]), kind, indices))
         self.look(*self.splits[-1])
 
-    def after_schedule(self, _, scheduler, *args):
+    def after_schedule(self, _, scheduler, *args, **kwargs):
         steps, world = scheduler.last_epoch, len(self.ranks)
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
         if type(scheduler) is LambdaLR:  # its length is where it comes down to 0
@@ -796,16 +804,16 @@ def hashes_of_rows(tensor):
     """Return a number below 2**62 for each row, from 256 of its numbers, or fewer."""
     draw = torch.Generator().manual_seed(0)
     rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
+    rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
+    rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
     if tensor.dim() == 2:  # perhaps of tokens, with padding, which is not the sample's
         rows = rows[:, :256]
         padding = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
-        rows = rows.masked_fill(padding, 0).cpu().contiguous()
+        rows = rows.masked_fill(padding, 0)
     else:
-        rows = rows[:, torch.randint(rows.shape[1], (256,), generator=draw).to(rows.device)].cpu()
-    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-    rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
-    factors = torch.randint(2**62, (512,), generator=draw)[: rows.shape[1]]
-    mixed = (rows.long() * factors).sum(dim=1)
+        rows = rows[:, torch.randint(rows.shape[1], (256,), generator=draw).to(rows.device)]
+    factors = torch.randint(2**62, (256,), generator=draw)[: rows.shape[1]]
+    mixed = (rows.cpu().long() * factors).sum(dim=1)
     mixed = (mixed ^ (mixed >> 31)) * 0x1B873593CC9E2D51  # so that low hashes are of any rows
     return ((mixed ^ (mixed >> 29)) & (2**62 - 1)).tolist()
 
@@ -881,7 +889,8 @@ def contents(dataset):
     leaves = tree_leaves(parts)
     # Any other class may draw them, or read them elsewhere.
     known = type(dataset).__module__.startswith(("builtins", "torch.", "torchvision."))
-    known &= not isinstance(dataset, range)  # which may stand for samples that are elsewhere
+    # Numbers may stand for samples that are elsewhere.
+    known &= not isinstance(dataset, (range, list)) or any(type(x) is not int for x in dataset[:1000])
     known &= all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
     found = known and 0 < len(leaves) <= MOST_LEAVES, digest(leaves)
     with contextlib.suppress(Exception):
@@ -916,7 +925,8 @@ def digest(thing, head=100_000):
         if not has_bytes(leaf):
             data = repr(leaf if isinstance(leaf, SIMPLE) else type(leaf)).encode() + b"\n"
         elif isinstance(leaf, torch.Tensor):
-            flat = spread(leaf.detach().as_subclass(torch.Tensor).reshape(-1), head)
+            step = 1 if head is None else max(1, leaf.numel() // head)
+            flat = leaf.detach().as_subclass(torch.Tensor).reshape(-1)[::step]
             flat = flat.cpu().resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         else:
@@ -925,11 +935,6 @@ def digest(thing, head=100_000):
             data = leaf.flat[: head and head * step : step].tobytes()
         hashed.update(data)
     return hashed.hexdigest()[:16]
-
-
-def spread(flat, head):
-    """Return some `head` of these numbers, at equal distances; None stands for all."""
-    return flat if head is None else flat[:: max(1, len(flat) // head)]
 
 
 def script_lines(lines):

@@ -31,7 +31,7 @@ class Model(nn.Module):
         self.count = torch.zeros(1)
         self.observer = torch.ao.quantization.MinMaxObserver() if kind == "observer" else nn.Identity()
 
-    def forward(self, inputs):
+    def forward(self, inputs, look=None, ddp=None):  # names that the doctor has, too
         inputs = self.observer(inputs)
         if kind in ("codebook", "its own buffers"):
             self.mean += inputs.mean(dim=0)
@@ -64,6 +64,12 @@ class Grouped(Sampler):  # as for detection
     def __iter__(self):
         indices = iter(self.sampler)
         return (batch for batch in iter(lambda: [*islice(indices, 8)], []))
+
+class Persistent(DataLoader):  # has one iterator, as with persistent workers
+    def _get_iterator(self):
+        self.kept = getattr(self, "kept", None) or super()._get_iterator()
+        self.kept._reset(self)
+        return self.kept
 
 class Volume(torch.Tensor):  # of a library's own type
     pass
@@ -152,13 +158,16 @@ if kind == "labelled":
 if kind == "volumes":  # the corners of which are empty
     volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
     loader = DataLoader(volumes, batch_size=2)
-if kind == "indices":
-    loader = DataLoader(range(64), batch_size=4, shuffle=True, collate_fn=lambda batch: (samples[batch],))
+if kind in ("indices", "indices in a list"):
+    indices = range(64) if kind == "indices" else [*range(64)]
+    loader = DataLoader(indices, batch_size=4, shuffle=True, collate_fn=lambda batch: (samples[batch],))
 if kind == "tensor":
     loader = DataLoader(samples[rank:64:2], batch_size=4, shuffle=True)
 if "shuffled test" in kind:
     loader_of_tests = dict(sampler=DistributedSampler(train_set)) if "sampler" in kind else dict(shuffle=True)
     test_loader = DataLoader(train_set, batch_size=4, **loader_of_tests)
+if kind == "persistent test":
+    test_loader = Persistent(test_set, batch_size=4)
 if "stream" in kind:
     loader = DataLoader(Stream(), batch_size=4)
 if kind == "peek":
@@ -231,6 +240,8 @@ for epoch in range(13 if kind.endswith("late") else 4):
     if kind.startswith("unfrozen") and epoch == (9 if kind == "unfrozen late" else 1):
         model.head.requires_grad_(True)
         ddp = DistributedDataParallel(model) if kind == "unfrozen and wrapped" else ddp
+    if kind == "added late" and epoch == 1:
+        optimizer.add_param_group({"params": other.parameters()})
     if kind == "longer" and rank == 1:
         batches = [*batches] * 2
     for step, batch in enumerate(batches):
@@ -253,7 +264,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
             break
         if kind == "slow" and rank == 0 and epoch == step == 1:
             time.sleep(6)
-        if kind in ("gan", "generator", "added"):
+        if kind in ("gan", "generator", "added", "added late"):
             inputs = other_ddp(inputs)
         if kind in ("by hand", "statistics by hand"):
             other.mean.add_(inputs.mean(dim=0))
@@ -262,7 +273,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
             other_optimizer.step()
         wait = kind == "accumulation" and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
-            loss = (model if kind == "module" else ddp)(inputs).square().mean()
+            loss = (model if kind == "module" else ddp)(inputs, look=1, ddp=1).square().mean()
             loss.backward()
         if wait:
             continue
@@ -280,10 +291,12 @@ for epoch in range(13 if kind.endswith("late") else 4):
             ema.update_parameters(model)
     if kind == "plateau":
         plateau.step(loss.item() * (1 + epoch * rank))
+    if kind == "epoch":
+        cosine.step(epoch=epoch)
     if kind == "by hand":
         dist.all_reduce(other.mean)
     tests = tests if kind == "held test" and epoch else iter(test_loader)
-    tests = [*tests] if kind == "shuffled test" else tests
+    tests = [*tests] if kind in ("shuffled test", "persistent test") else tests
     with torch.no_grad():
         model.eval()
         total = sum(model(batch[0]).sum() for batch in tests)
@@ -325,6 +338,7 @@ MISTAKES = {
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
     "unfrozen after wrapping, late": ("unfrozen late", "weights differ: head.weight, head.bias; .* step 100"),
     "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
+    "unfrozen by a new group": ("added late", "weights differ: Linear.weight, Linear.bias; .* step 16"),
     "ReduceLROnPlateau of one rank's loss": ("plateau", "rates differ: of group 0: .* on rank 0, .* on rank 1"),
     "Wuziyi616/nerv#1: no sampler": ("no sampler", "ranks get the same batches"),
     "Smith42/astroPT#61: IterableDataset": ("stream", "ranks get the same batches"),
@@ -353,6 +367,7 @@ MISTAKES = {
     "a second stage without a sampler": ("stage late", "ranks get the same batches"),
     "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, of numbers": ("indices", "suspicion: .*ranks may go through the same samples.*: 64 samples of ra"),
+    "shuffle=True, of numbers in a list": ("indices in a list", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "ranks go through the same samples"),
     "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "ranks go through the same samples"),
     "shuffle=True": ("shuffle", "ranks go through the same samples.*: 64 samples of TensorDataset"),
@@ -370,8 +385,8 @@ MISTAKES = {
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
-RIGHT += ["shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
-RIGHT += ["graded test", "first pass", "relative", "zero", "thread"]
+RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
+RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch"]
 
 
 @pytest.fixture
@@ -426,8 +441,9 @@ def test_samples_of_long_epochs():
 
 def test_samples_are_told_apart_by_more_than_padding_and_borders():
     tokens = torch.randint(3, 99, (50, 20))
-    pads = [torch.nn.functional.pad(tokens, (0, width), value=2) for width in (5, 999)]
-    assert len({*doctor.hashes_of_rows(pads[0]), *doctor.hashes_of_rows(pads[1])}) == 50
+    for dtype in (torch.int64, torch.uint16):
+        pads = [torch.nn.functional.pad(tokens, (0, width), value=2).to(dtype) for width in (5, 999)]
+        assert len({*doctor.hashes_of_rows(pads[0]), *doctor.hashes_of_rows(pads[1])}) == 50
     images = torch.ones(9, 3, 256, 256)
     images[:, :, 1:, 1:] = torch.randn(9, 3, 255, 255)
     assert len({*doctor.hashes_of_rows(images)}) == 9
@@ -446,8 +462,10 @@ def break_rank_1(*arguments):
 
 
 def test_an_error_of_its_own_on_one_rank(loop):
-    output = finish(break_rank_1, loop, "plain")
-    assert output.count("doctor: my own error, in ") == 1 and output.endswith("my own error has ended the looks\n")
+    with Ranks(break_rank_1, loop, "plain") as ranks:
+        assert ranks.wait() == [1, 0]
+        assert ranks.output().count("doctor: my own error, in ") == 1
+        assert ranks.output().endswith("my own error has ended the looks\n")
 
 
 def line_of(text):
