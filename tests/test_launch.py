@@ -54,6 +54,7 @@ def test_what_is_printed():
     def printed(*flags, **env):
         return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0, **env).stdout)
 
+    assert "  --nproc-per-node N  processes on each node" in run([LAUNCHER, "--help"]).stdout
     assert "\nReplace NODE0_ADDRESS with the address " in run([LAUNCHER, "--nnodes=2"]).stdout
     first, second = printed()
     assert first.startswith("CUDA_VISIBLE_DEVICES=0 torchrun --nnodes=2 --node-rank=0 ")

@@ -124,7 +124,7 @@ def test_an_interactive_allocation(slurm, submit, tmp_path):
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
     """The twin, as the file asks for it, but for the CPUs; an argument has spaces."""
     arguments = (SCRIPTS[1], *SMALL, small_mnist, "--epochs", 4)
-    saved = ("--checkpoint", "ck.pt", "--metrics", "a 'metrics' file*")
+    saved = ("--checkpoint=ck.pt", "--metrics", "a 'metrics' file*")
     job = submit(*arguments, *saved, flags=["--cpus-per-task=2"], SCRIPT=SMALL_MODEL, PAUSE=1)
     wait_until(lambda: "step 1 " in slurm.log(job))
     for node in slurm.nodes:  # as Slurm looks at limits every 30 s

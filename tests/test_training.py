@@ -125,6 +125,7 @@ def test_images_are_scaled_and_normalized_and_those_for_testing_are_others_and_a
         images, labels = map(torch.as_tensor, train_ddp.synthesize(3, split, 20))
         expected = ((images[:size, None] / 255 - 0.1307) / 0.3081, labels[:size])
         torch.testing.assert_close(sets[split].tensors, expected)
+    assert not torch.equal(sets[0].tensors[1], sets[1].tensors[1][:5])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -179,6 +180,14 @@ def test_a_log_file_gets_lines_and_a_terminal_a_bar_below_them(small_mnist):
     assert re.search(r"\r.* \d+/12 \[", terminal), terminal
     words = re.compile(r"samples_per_second \S+")
     assert [words.sub("", row) for row in shown(terminal)] == [words.sub("", row) for row in log.split("\n")]
+
+
+def test_rank_0_alone_draws_a_bar(monkeypatch):
+    with open(os.openpty()[1], "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        for rank, hidden in enumerate((False, True, True)):
+            monkeypatch.setattr(train_ddp.dist, "get_rank", lambda rank=rank: rank)
+            assert bool(train_ddp.progress_bar(0, 9).disable) is hidden
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def own_loop(tmp_path):
         for old, new in changes:
             assert old in source
             source = source.replace(old, new)
-        write_mnist(folder / "data", train_size=1088)  # an epoch has 17 batches, and so leaves one over
+        write_mnist(folder / "data", train_size=1100)  # an epoch has 17 batches, of which one is left over, and a bit
         (folder / "own.py").write_text(source)
         return in_dir, folder, run_script, folder / "own.py"
 
@@ -86,11 +86,13 @@ def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop,
         ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("killed", "quiet"))
         assert ours["progress"] == theirs["progress"]
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    assert theirs["optimizer"]["param_groups"][0]["lr"] < 1e-4  # the schedule, too, is at its end
     assert "epoch " not in finish(*killed)  # it has ended
 
 
 def test_own_loop_stops_early_and_stays_so(own_loop, tmp_path):
-    early = own_loop("early", ("accuracy > best", "epoch in (0, 2)"))
+    metric = ("hits.item() / len(val_set)", "hits.numpy().mean()")  # a number of NumPy
+    early = own_loop("early", ("accuracy > best", "epoch in (0, 2)"), metric)
     assert re.findall(r"epoch (\d): ", finish(*early)) == [*"12345"]
     assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [3, 5]
     assert "epoch " not in finish(*early)
@@ -101,7 +103,7 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
     finish(*own_loop("own", one_epoch))
     longer, diverged = own_loop("longer"), own_loop("diverged", ("0.01, 1.0", "1e30, 1.0"))
     (tmp_path / "longer" / "last.pt").symlink_to(tmp_path / "own" / "last.pt")
-    assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1088], not [6, 0, 32, " in fail(*longer, nproc=2)
+    assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1100], not [6, 0, 32, " in fail(*longer, nproc=2)
     after = own_loop("after", ("model.eval()\n", "model.eval()\n    model[0].bias.data.fill_(math.nan)\n"))
     for name, loop in {"diverged": diverged, "after": after}.items():
         assert "epoch 1: the weights are not finite, and not saved" in fail(*loop, nproc=2) and not [

@@ -108,7 +108,7 @@ for epoch in range(first_epoch, EPOCHS):
         print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
-        state["progress"] = (epoch + 1, best, patience)
+        state["progress"] = (epoch + 1, float(best), patience)  # torch.load refuses numbers of NumPy
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
