@@ -13,8 +13,8 @@ that waits longer than 20 s, or the script's or its library's own limit, fails, 
 rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo, not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism, noise or hidden
-  states in buffers
+- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism, noise, hidden
+  states or what each input sets anew in buffers
 - ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up
 - ranks take their parts of what all have loaded, or split samples of their own that are in no
   attribute of the data set
@@ -36,6 +36,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   with the same attributes, or the data sets of DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
   sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
+- vocabularies that differ by rank, in a tokenizer or another object of a data set
 - one order in all epochs by other causes, such as itertools.cycle
 - a data set that a rank shuffles after its first epoch
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
@@ -293,7 +294,7 @@ class Doctor:
         state.random = random_states() if due(state.steps + 1) else []
 
     def meet(self, optimizer, params):
-        kind = f"{type(optimizer).__name__} {digest([[*p.shape] for p in params])}"
+        kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
         state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random=[])
         state.draws, state.model = collections.defaultdict(list), lambda: None
         # Where each task or parameter has an optimizer of its own, the search would take minutes.
@@ -386,7 +387,9 @@ class Doctor:
                 ends = [steps // world] if steps % world == 0 else []
                 ends += [steps * world] if factor(steps) > 0.2 else []
                 length = next((end for end in ends if abs(factor(end)) < 0.01), 0)
-        self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps
+        optimizer = self.optimizers.get(scheduler.optimizer)
+        warm_up = max(0, optimizer.steps - steps) if optimizer else 0  # by another schedule
+        self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps, warm_up
 
     def follow(self, order, sampler):
         """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
@@ -409,7 +412,9 @@ class Doctor:
         self.look("data set", name, next(self.number["data set", name]), sampler)
 
     def after_order(self, sampler, head, steps, learns):
-        state, again = self.samplers[sampler], False
+        state, again = self.samplers.get(sampler), False
+        if state is None:  # the sampler is being deleted, and with it an order that nobody has used up
+            return
         # Of orders that are used at once, one is enough: the others are no new epochs.
         if learns and self.steps > steps >= state.ended:
             again = state.head == head
@@ -711,12 +716,14 @@ def schedule_lengths(schedules):
     If the run was not stopped early: W ranks take W times fewer steps than one; count those.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
-    for name, length, steps in schedules.values():
-        # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
-        off = min(abs(length - steps * world), abs(length - steps / world))
-        close = off <= max(world, 0.03 * length) and off < abs(length - steps)
-        if length and steps > 15 and close:
-            wrong[f"{name} of {length} steps has made {steps}"] = ""
+    for name, length, steps, warm_up in schedules.values():
+        for before in (0, warm_up):
+            # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
+            long, made = length + before, steps + before
+            off = min(abs(long - made * world), abs(long - made / world))
+            close = off <= max(world, 0.03 * long) and off < abs(long - made)
+            if length and steps > 15 and close:
+                wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
 
 
@@ -732,7 +739,7 @@ def owner_and_names(params):
                 if len(name) > len(names.get(id(p), [name])[0]):
                     names[id(p)] = name, type(module).__name__
                     owner = module if p is params[0] else owner
-    names = [name if "." in name else f"{kind}.{name}" for name, kind in names.values()]
+    names = [name if "." in name else f"{kind or 'tensor'}.{name}".strip(".") for name, kind in names.values()]
     extra = ["" if names.count(name) == 1 else f" (parameter {i})" for i, name in enumerate(names)]
     return owner, list(map("".join, zip(names, extra, strict=True)))
 
@@ -740,6 +747,8 @@ def owner_and_names(params):
 def plain_attributes(model):
     """Yield names and values of the tensors and arrays that are no parameters and no buffers."""
     for prefix, part in model.named_modules():
+        if type(part).__module__.startswith("torchmetrics."):  # which adds them up when it computes
+            continue
         for name, value in vars(part).items():
             if has_bytes(value) and not getattr(value, "requires_grad", False):
                 yield f"{prefix}.{name}".strip("."), value
@@ -749,7 +758,8 @@ def own_buffers(model):
     """Yield names and buffers, but not the statistics of layers, of which rank 0's are enough."""
     for name, part in model.named_modules():
         # BatchNorm's, the ranges that quantization-aware training observes, spectral norm's vectors
-        known = type(part).__module__.startswith(("torch.ao.", "torch.nn.utils."))
+        owners = [part, *part._forward_pre_hooks.values()]  # the older spectral norm is a hook
+        known = any(type(x).__module__.startswith(("torch.ao.", "torch.nn.utils.")) for x in owners)
         if not known and not isinstance(part, _NormBase):
             yield from part.named_buffers(name, recurse=False)
 
@@ -796,7 +806,8 @@ class Batches:
 def remember(hashes, thing):
     """Add the hash of what has tensors to the first 255."""
     leaves = tree_leaves(thing)
-    if len(hashes) < 255 and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    # A number that all share, beside a batch that is no tensor, does not tell of samples.
+    if len(hashes) < 255 and any(isinstance(x, torch.Tensor) and x.numel() > 1 for x in leaves):
         hashes.append(digest(leaves))
 
 
@@ -854,24 +865,36 @@ def listed(dataset, prefix="", depth=3):
                     found |= listed(part, f"{prefix}.{name}" + f"[{i}]" * (part is not value), depth - 1)
             if hasattr(value, "iloc"):  # of pandas
                 value = value.iloc[:1000].to_numpy().tolist()
-            elif name == "_indices":  # of Hugging Face's data sets: the rows
+            elif name == "_indices" and hasattr(value, "slice"):  # of Hugging Face's data sets: the rows
                 value = value.slice(0, 1000).column(0).to_pylist()
+            elif hasattr(value, "tolist") and not (has_bytes(value) or isinstance(value, torch.Tensor)):
+                value = value[:1000].tolist()  # of texts, in NumPy's or pandas' arrays
             elif isinstance(value, dict) and len(value) <= 10_000:  # of classes and their numbers
                 numbers = any({*map(type, part)} == {int} for part in (value, value.values()))
                 value = sorted(value.items(), key=str) if numbers else []
             if isinstance(value, (list, tuple)):
-                value = [entry(leaf) for leaf in tree_leaves(value[:1000])]
+                value = entries(value[:1000])
             if has_bytes(value) or (isinstance(value, (list, range)) and value):
                 found[f"{prefix}.{name}"] = digest(value)
     return found
 
 
-def entry(leaf):
-    """Return what tells an entry from others on all ranks. In folders of each rank, names are the same."""
-    if isinstance(leaf, (str, os.PathLike)):
-        return os.path.basename(leaf)
+def entries(rows):
+    """Return, in one list, what tells rows from others on all ranks: of paths, not the folder of a rank."""
+    found = tree_leaves([simple_parts(leaf) for leaf in tree_leaves(rows)])
+    width = max(1, len(found) // max(1, len(rows)))
+    for i in range(width):
+        texts = [x for x in found[i::width] if isinstance(x, str)]
+        start = len(os.path.commonprefix(texts))  # noqa: RUF071 (some are no paths)
+        found[i::width] = [x[start:] if isinstance(x, str) else x for x in found[i::width]]
+    return found
+
+
+def simple_parts(leaf):
+    if isinstance(leaf, os.PathLike):
+        return os.fspath(leaf)
     values = getattr(leaf, "__dict__", {}).values()
-    return [entry(x) for x in values if isinstance(x, SIMPLE)] or leaf
+    return [simple_parts(x) for x in values if isinstance(x, SIMPLE)] or leaf
 
 
 def described(dataset):

@@ -1,9 +1,12 @@
 """The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
 
 import os
+import pathlib
 import re
+import types
 
 import doctor
+import numpy
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, with_small_model, write_mnist
@@ -13,11 +16,12 @@ DOCTOR = ROOT / "tests" / "doctor.py"
 LOOP = """
 from itertools import chain, count, islice
 from queue import SimpleQueue
-import collections, contextlib, datetime, numpy, pathlib, sys, threading, time, torch, torch.distributed as dist, types
+import collections, contextlib, datetime, gc, numpy, pathlib, sys, threading, time, types
+import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
 from torch.utils.data import RandomSampler, Sampler, Subset, TensorDataset
@@ -32,7 +36,7 @@ class Model(nn.Module):
         self.observer = torch.ao.quantization.MinMaxObserver() if kind == "observer" else nn.Identity()
 
     def forward(self, inputs, look=None, ddp=None):  # names that the doctor has, too
-        inputs = self.observer(inputs)
+        inputs = self.observer(getattr(inputs, "opaque", inputs))
         if kind in ("codebook", "its own buffers"):
             self.mean += inputs.mean(dim=0)
         return self.head(self.layers(nn.functional.dropout(inputs, 0.1 * (kind == "dropout"))))
@@ -139,6 +143,10 @@ if kind == "items":
 if kind == "drawn":
     train_set = Drawn(Drawn(None))
 seed = rank if kind == "sampler seeds" else 0
+if kind == "cycle":  # which only the garbage collector ends, with an order that is not used up
+    cycle = types.SimpleNamespace(sampler=DistributedSampler(train_set))
+    cycle.itself, cycle.order = cycle, iter(cycle.sampler)
+    next(cycle.order)
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
 loader = DataLoader(train_set, batch_size=4, sampler=sampler)
@@ -185,6 +193,8 @@ model = Model()
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
+if kind == "older spectral norm":
+    model.head = nn.utils.spectral_norm(model.head)
 model.head.requires_grad_(not kind.startswith("unfrozen"))
 options = {"static_graph": kind == "static", "find_unused_parameters": kind == "unused"}
 options |= {"broadcast_buffers": False} if kind == "its own buffers" else {}
@@ -204,6 +214,9 @@ other_optimizer = torch.optim.Adam(other.parameters(), 0.1)
 plateau, cosine = ReduceLROnPlateau(optimizer, patience=0), CosineAnnealingLR(other_optimizer, 32)
 if kind == "schedule":
     cosine = CosineAnnealingLR(optimizer, 2 * 32)  # steps of one process
+if kind == "schedule, after another":
+    warm, cosine = LinearLR(optimizer, 0.1, total_iters=8), CosineAnnealingLR(optimizer, 2 * 32 - 8)
+    cosine = SequentialLR(optimizer, [warm, cosine], [8])
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
 numpy.random.seed(0 if kind == "numpy" else rank)
@@ -218,6 +231,7 @@ if kind == "its own limit":
     time.sleep(5 - 5 * rank)
     dist.barrier(patient)
 
+number = 1
 model.train(kind != "eval")
 for epoch in range(13 if kind.endswith("late") else 4):
     if kind == "stage late" and epoch == 6:
@@ -266,6 +280,8 @@ for epoch in range(13 if kind.endswith("late") else 4):
             time.sleep(6)
         if kind in ("gan", "generator", "added", "added late"):
             inputs = other_ddp(inputs)
+        if kind == "opaque":  # samples that are no tensors, and a number for all
+            inputs, number = types.SimpleNamespace(opaque=inputs), torch.tensor(1 / (1 + step))
         if kind in ("by hand", "statistics by hand"):
             other.mean.add_(inputs.mean(dim=0))
             other(inputs).square().mean().backward()
@@ -273,7 +289,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
             other_optimizer.step()
         wait = kind == "accumulation" and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
-            loss = (model if kind == "module" else ddp)(inputs, look=1, ddp=1).square().mean()
+            loss = (model if kind == "module" else ddp)(inputs, look=number, ddp=1).square().mean()
             loss.backward()
         if wait:
             continue
@@ -284,7 +300,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
             other_optimizer.zero_grad()
         if kind.startswith("schedule"):
             cosine.step()
-        if kind == "spectral norm" and rank == 0:  # as a GAN draws samples
+        if kind.endswith("spectral norm") and rank == 0:  # as a GAN draws samples
             with torch.no_grad():
                 model(samples)
         if ema:
@@ -293,6 +309,9 @@ for epoch in range(13 if kind.endswith("late") else 4):
         plateau.step(loss.item() * (1 + epoch * rank))
     if kind == "epoch":
         cosine.step(epoch=epoch)
+    if kind == "cycle":
+        cycle = None
+        gc.collect()
     if kind == "by hand":
         dist.all_reduce(other.mean)
     tests = tests if kind == "held test" and epoch else iter(test_loader)
@@ -376,6 +395,10 @@ MISTAKES = {
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 32"),
+    "huggingface/diffusers#3954, after a warm-up": (
+        "schedule, after another",
+        "suspicion: .*schedule .*: CosineAnnealingLR of 56 steps has made 24",
+    ),
     "huggingface/diffusers#3954, by a function": (
         "schedule by hand",
         "suspicion: .*schedule .*: LambdaLR of 64 steps has made 32",
@@ -383,7 +406,7 @@ MISTAKES = {
     "a step more on one rank": ("extra", "unequal numbers of optimizer steps: of SGD 32 on rank 0, 33 on rank 1"),
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
-RIGHT += ["unfrozen and wrapped", "spectral norm", "destroys not", "by hand"]
+RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaque", "cycle", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch"]
@@ -449,10 +472,28 @@ def test_samples_are_told_apart_by_more_than_padding_and_borders():
     assert len({*doctor.hashes_of_rows(images)}) == 9
 
 
+def test_lists_of_a_data_set_are_compared_but_not_the_folder_of_a_rank():
+    def hashed(rank, order):
+        files = [(pathlib.Path(f"/scratch/{rank}/{i}/image.npy"), f"caption {i}") for i in order]
+        captions = numpy.array([caption for _, caption in files], dtype=object)
+        dataset = types.SimpleNamespace(files=files, captions=captions, _indices=[*order])
+        return [doctor.listed(dataset)[f"SimpleNamespace.{name}"] for name in vars(dataset)]
+
+    assert hashed(0, range(9)) == hashed(1, range(9))
+    backwards = hashed(1, range(9)[::-1])
+    assert all(ours != theirs for ours, theirs in zip(hashed(0, range(9)), backwards, strict=True))
+
+
+def test_a_metric_that_is_added_up_when_it_computes():
+    module = type("Accuracy", (torch.nn.Module,), {"__module__": "torchmetrics.classification"})()
+    module.tp = torch.zeros(1)
+    assert [*doctor.plain_attributes(module)] == []
+
+
 def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 16)
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16)}) == ("", {})
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16)})[1]
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16, 0)}) == ("", {})
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16, 0)})[1]
 
 
 def break_rank_1(*arguments):
