@@ -10,7 +10,7 @@
 #
 # The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
 # training that fails is not requeued. A flag of sbatch, such as --gres=gpu:8, wins over its line
-# below. Submit it in the directory of the training script, which all nodes see.
+# below, or sbatch names the one to remove. Submit it in the script's directory, which all nodes see.
 # To train in a container, export one of these, for pyxis or for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

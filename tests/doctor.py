@@ -13,8 +13,8 @@ that waits longer than 20 s, or the script's or its library's own limit, fails, 
 rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo, not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism, noise, hidden
-  states or what each input sets anew in buffers
+- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
+  noise, hidden states, or what each input sets anew
 - ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up
 - ranks take their parts of what all have loaded, or split samples of their own that are in no
   attribute of the data set

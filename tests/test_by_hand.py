@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import functools
 import re
+import sys
 import textwrap
 
+import benchmark
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,3 +267,18 @@ def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many
         torch.testing.assert_close(state, expected, rtol=0, atol=0)
     _, state = train_many(by_hand)  # with no averaging at all
     assert not torch.equal(state["0.weight"], expected["0.weight"])
+
+
+def test_the_tables_of_the_benchmark(monkeypatch, capsys):
+    ways = (benchmark.LIMIT, benchmark.SCRIPT, *benchmark.SYNCS, benchmark.DEFAULTS)
+    ms = {way: [10.0 * i] * 3 for i, way in enumerate(ways, start=1)}
+    monkeypatch.setattr(benchmark, "on_two_hosts", lambda *_: {"inf": ms, "1000": ms})
+    monkeypatch.setattr(benchmark, "torchrun", lambda *_: {"inf": ms})
+    for flags in (["--processes", "2"], ["--link", "none", "1gbit"]):
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", "--batch-size", "10", *flags])
+        benchmark.main()
+    printed = re.sub(r" \([^)]* to [^)]*\)", "", capsys.readouterr().out)
+    assert "| train_ddp.py | 20 | 3.00 |" in printed  # of 20 and 60 ms
+    assert "| 2 | 1,000 |" in printed  # processes, samples/s: twice 10 in 20 ms
+    assert "| flat / bucketed | 1.33 | 1.33 |" in printed  # 40 and 30 ms
+    assert "| flat, on paper: C + t |  | 368 |" in printed  # 10 ms, and 44.7 MB at 1 Gbit/s

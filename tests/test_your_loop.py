@@ -94,7 +94,8 @@ def test_own_loop_stops_early_and_stays_so(own_loop, tmp_path):
     metric = ("hits.item() / len(val_set)", "hits.numpy().mean()")  # a number of NumPy
     early = own_loop("early", ("accuracy > best", "epoch in (0, 2)"), metric)
     assert re.findall(r"epoch (\d): ", finish(*early)) == [*"12345"]
-    assert [torch.load(tmp_path / "early" / name)["progress"][0] for name in ("best.pt", "last.pt")] == [3, 5]
+    states = [torch.load(tmp_path / "early" / name, weights_only=False) for name in ("best.pt", "last.pt")]
+    assert [state["progress"][0] for state in states] == [3, 5]
     assert "epoch " not in finish(*early)
 
 
@@ -212,7 +213,7 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
     assert "python" in threads and "gloo" not in threads
 
 
-FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "Workers" in the README
+FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "If a loop with workers hangs" in the README
 
 
 def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
@@ -437,10 +438,15 @@ def iterable():
 
 
 def averaged():
-    model = nn.Linear(4, 1)
-    before, _ = AveragedModel(model), DistributedDataParallel(model)
-    after = AveragedModel(model)
-    assert equal(after.parameters()) and not equal(before.parameters())
+    early = AveragedModel(nn.Linear(4, 8))
+    model, ddp, optimizer = make(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    ema = AveragedModel(model, use_buffers=True)
+    for _ in train(ddp, optimizer):
+        ema.update_parameters(model)
+    assert equal(ema.parameters()) and not equal(early.parameters()) and not equal(ema.buffers())
+    for buffer in ema.buffers():
+        dist.broadcast(buffer, src=0)
+    assert equal(ema.buffers())
 
 
 def not_finite():
@@ -456,7 +462,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "`dist.all_gather` would stop the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "Make an EMA after the wrapper": averaged,
+    "broadcast its buffers, too": averaged,
     "Give each model of a GAN a wrapper": two_models,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }

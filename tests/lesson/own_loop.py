@@ -51,7 +51,8 @@ first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: highe
 settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
 
 exists = rank == 0 and os.path.exists("last.pt")
-box = [torch.load("last.pt", map_location="cpu") if exists else None]
+# It is your own file, so it may hold more than tensors, such as numbers of NumPy.
+box = [torch.load("last.pt", map_location="cpu", weights_only=False) if exists else None]
 dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
     if state["settings"] != settings:  # the schedule would be another one
@@ -108,7 +109,7 @@ for epoch in range(first_epoch, EPOCHS):
         print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
-        state["progress"] = (epoch + 1, float(best), patience)  # torch.load refuses numbers of NumPy
+        state["progress"] = (epoch + 1, best, patience)
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
