@@ -108,7 +108,7 @@ def test_the_first_diff_and_the_seven_changes():
 
 
 def test_both_sides_of_the_diff_learn_and_the_doctor_finds_a_mistake(copy, tmp_path):
-    write_mnist(tmp_path / "data", train_size=1024)
+    write_mnist(tmp_path / "data", train_size=2048)
     shutil.copytree(copy / "tests", tmp_path / "tests")
     for command in LADDER[1:]:
         result = run(["bash", "-c", command], cwd=tmp_path, OMP_NUM_THREADS=1)
