@@ -138,8 +138,8 @@ def test_no_epochs_threads_that_are_the_users_choice_and_a_rank_without_a_test_i
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_plain_python_alone_in_an_empty_folder_learns(script, tmp_path, tmp_path_factory):
     shutil.copy(ROOT / script, tmp_path)
-    data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=2048)
-    flags = ("--data-dir", data, "--batch-size", 32, "--epochs", 1)
+    data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=1024)
+    flags = ("--data-dir", data, "--batch-size", 16, "--epochs", 1)
     # More threads would wait for each other by spinning, for minutes where another test has their core.
     result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
     assert float(re.search(r"test_accuracy (\S+)  test_samples 101\n", result.stdout)[1]) > 0.8, result.stderr
