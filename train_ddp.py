@@ -320,7 +320,7 @@ def log(args, **values):
 
 
 def refuse_silent_mistakes():
-    """Exit if srun has started worlds of one, or if restarted ones would look for the dead."""
+    """Exit if srun has started worlds of one, or restarted processes would look for dead ones."""
     several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if several and not sys.stdin.isatty():  # which it is in a shell of `srun --pty`
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
