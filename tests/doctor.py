@@ -4,13 +4,14 @@
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
 
 This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
-with code 1 if there are any; torchrun then makes a report of its own, and ends ranks that are still
-at work after destroy_process_group(). It looks at steps 1, 2, 3, 4, 8, 16, 32, ... and every 100th of
-each optimizer (the steps that it prints are those of all), at the first four passes of each
-DataLoader, at the data set of a DistributedSampler once and, at the end, at numbers of steps,
-learning rates, schedules and, without DDP, buffers. A look at a step reads all weights. A collective
-that waits longer than 20 s, or the script's or its library's own limit, fails, and the line of each
-rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo, not NCCL.)
+with code 1 if there are any, or if the doctor itself fails; torchrun then makes a report of its
+own, and ends ranks that are still at work after destroy_process_group(). It looks at steps 1, 2, 3,
+4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of all), at
+the first four passes of each DataLoader, at the data set of a DistributedSampler once and, at the
+end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A look at a step
+reads all weights. A collective that waits longer than 20 s, or the script's or its library's own
+limit, fails, and the line of each rank is shown; --timeout changes this limit, not those of
+new_group. (Tried with Gloo, not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
@@ -20,7 +21,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   attribute of the data set
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an evaluation draws its batches outside of no_grad, between two steps
-- a second pass, phase, run or model, or a search for a learning rate, has an order again
+- a second pass, phase, run or model, or a search for a learning rate, goes through an order again
 - rank 0 alone makes such a search
 
 "Nothing found" is no proof. What it is known not to see:

@@ -438,12 +438,13 @@ def iterable():
 
 
 def averaged():
-    early = AveragedModel(nn.Linear(4, 8))
-    model, ddp, optimizer = make(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before, ddp = AveragedModel(model), DistributedDataParallel(model)
     ema = AveragedModel(model, use_buffers=True)
-    for _ in train(ddp, optimizer):
+    assert equal(ema.parameters()) and not equal(before.parameters())
+    for _ in train(ddp, torch.optim.SGD(model.parameters(), 0.1)):
         ema.update_parameters(model)
-    assert equal(ema.parameters()) and not equal(early.parameters()) and not equal(ema.buffers())
+    assert equal(ema.parameters()) and not equal(ema.buffers())
     for buffer in ema.buffers():
         dist.broadcast(buffer, src=0)
     assert equal(ema.buffers())
@@ -462,7 +463,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "`dist.all_gather` would stop the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "broadcast its buffers, too": averaged,
+    "Make an EMA after the wrapper, and update it on each rank. Before you evaluate it, broadcast": averaged,
     "Give each model of a GAN a wrapper": two_models,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }
