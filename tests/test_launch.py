@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import SMALL, TOOLS, WORKER, Network, require
-from conftest import ROOT, SCRIPTS, TORCHRUN, Background, finish, run, run_script, weights
+from conftest import ROOT, SCRIPTS, SMALL_MODEL, TORCHRUN, Background, finish, run, weights
 
 LAUNCHER = ROOT / "launch_multinode_ddp.sh"
 ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a file
@@ -77,16 +77,17 @@ def test_what_is_printed():
 @pytest.mark.cluster
 def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
     """Over ssh, with the twin, beside the launcher; by a printed command as it stands, and --node-rank; and here."""
-    arguments, threads = ("--", *SMALL, small_mnist, "--epochs", 1, "--metrics", tmp_path / ODD), {"OMP_NUM_THREADS": 1}
-    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SCRIPTS[1])
+    arguments = ("--", SCRIPTS[1], *SMALL, small_mnist, "--metrics", tmp_path / ODD)
+    threads = {"OMP_NUM_THREADS": 1}
+    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL)
     ssh = network.login.must(LAUNCHER, *flags, *arguments, cwd=tmp_path, **threads)
     assert all(re.match("node[01]: ", line) for line in ssh.splitlines()) and (tmp_path / ODD).exists()
-    flags = ("--nnodes=2", "--master-addr=node0", "--interface=eth0")
+    flags = ("--nnodes=2", "--master-addr=node0", *flags[1:])
     (printed,) = re.findall("# node 0\n(.*)", run([LAUNCHER, *flags, *arguments], **threads).stdout)
     with Background(*network.nodes[0].inside("bash", "-c", printed), log=tmp_path / "log") as first:
         network.nodes[1].must(LAUNCHER, *flags, "--node-rank=1", *arguments, **threads)
         assert first.wait() == 0, first.output()
-    assert weights(ssh) == weights(first.output()) == weights(finish(run_script, SCRIPTS[1], *arguments[1:]))
+    assert weights(ssh) == weights(first.output()) == weights(finish(*arguments[1:]))
 
 
 @pytest.mark.cluster
