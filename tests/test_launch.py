@@ -79,7 +79,7 @@ def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
     """Over ssh, with the twin, beside the launcher; by a printed command as it stands, and --node-rank; and here."""
     arguments = ("--", SCRIPTS[1], *SMALL, small_mnist, "--metrics", tmp_path / ODD)
     threads = {"OMP_NUM_THREADS": 1}
-    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL)
+    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL.relative_to(ROOT))  # not in tmp_path
     ssh = network.login.must(LAUNCHER, *flags, *arguments, cwd=tmp_path, **threads)
     assert all(re.match("node[01]: ", line) for line in ssh.splitlines()) and (tmp_path / ODD).exists()
     flags = ("--nnodes=2", "--master-addr=node0", *flags[1:])
