@@ -28,7 +28,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
 - BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
 - a rank that trains on another's samples in another order, if
-  - each augments them, pads features, or has them in lists or in tensors of one dimension
+  - each augments a part of them, pads features, or has them in lists or in tensors of one dimension
   - few of them are distinct, or it has taken less than half of them after 5,000 batches
   - they do not come from a DataLoader, or it yields a whole epoch before the first step
 - or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch, or
@@ -40,7 +40,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - vocabularies that differ by rank, in a tokenizer or another object of a data set
 - one order in all epochs by other causes, such as itertools.cycle
 - a data set that a rank shuffles after its first epoch
-- the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
+- the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
+  one that counts epochs
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
 - buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
   that modules make only in their first pass
@@ -169,7 +170,7 @@ class Doctor:
         self.optimizers, self.states = weakref.WeakKeyDictionary(), []
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
-        self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it
+        self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
         self.schedules, self.splits = {}, []
@@ -341,13 +342,13 @@ class Doctor:
             state.random = state.random and random_states()
         shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
         if shuffles and type(loader.batch_sampler) is BatchSampler:
-            self.shuffled[iterator] = loader.dataset
+            self.shuffled[iterator] = loader.dataset, len(loader)
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
         """Return what is known of a pass of a loader. After an optimizer step, it counts as training."""
         known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0))
-        new = types.SimpleNamespace(loader=known, key=None, steps=0)
+        new = types.SimpleNamespace(loader=known, key=None, steps=0, yielded=0)
         new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
         self.iterators[iterator] = new  # with persistent workers, all passes have one iterator
         return new
@@ -356,9 +357,12 @@ class Doctor:
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
         if self.store is None or not torch.is_grad_enabled():
             return
-        if iterator in self.shuffled:
-            self.fetched[id(self.shuffled[iterator])] = self.shuffled[iterator]
         state = self.iterators.get(iterator) or self.begin(iterator, iterator)
+        state.yielded += 1
+        dataset, length = self.shuffled.get(iterator, (None, 0))
+        # One batch of each pass is a draw at random, and right, unless it is the whole data set.
+        if length and state.yielded >= min(2, length):
+            self.fetched[id(dataset)] = dataset
         if state.key is None and state.loader.passes == 4:  # these are enough
             return
         if state.batches.number == 0:
@@ -387,13 +391,16 @@ class Doctor:
                 factor = scheduler.lr_lambdas[0]
                 ends = [steps // world] if steps % world == 0 else []
                 ends += [steps * world] if factor(steps) > 0.2 else []
+                # There, an exponential one only passes by.
+                ends = [end for end in ends if not 0 < factor(end + end // 8) <= factor(end)]
                 length = next((end for end in ends if abs(factor(end)) < 0.01), 0)
         optimizer = self.optimizers.get(scheduler.optimizer)
         warm_up = max(0, optimizer.steps - steps) if optimizer else 0  # by another schedule
+        length = 0 if warm_up > steps else length  # it counts epochs, which do not become fewer
         self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps, warm_up
 
     def follow(self, order, sampler):
-        """Pass a sampler's order on. Look at what is used up, or trained on: a script may peek."""
+        """Pass a sampler's order on, and look at it when it is used up or given up."""
         if sampler not in self.samplers:
             self.safely(self.before_order, sampler)
         head, used_up = list(itertools.islice(order, 1000)), False
@@ -403,21 +410,25 @@ class Doctor:
             yield from order
             used_up = True
         finally:
-            if used_up or self.steps > steps:  # in an epoch that ends with a `break`, too
-                self.safely(self.after_order, sampler, head, steps, learns)
+            self.safely(self.after_order, sampler, head, steps, learns, used_up)
 
     def before_order(self, sampler):
         # The head and the end (in steps) are those of the last order that was trained on.
-        self.samplers[sampler] = types.SimpleNamespace(head=None, ended=0)
+        self.samplers[sampler] = types.SimpleNamespace(head=None, ended=0, peeked=-math.inf)
         name = type(sampler.dataset).__name__
         self.look("data set", name, next(self.number["data set", name]), sampler)
 
-    def after_order(self, sampler, head, steps, learns):
+    def after_order(self, sampler, head, steps, learns, used_up):
         state, again = self.samplers.get(sampler), False
         if state is None:  # the sampler is being deleted, and with it an order that nobody has used up
             return
         # Of orders that are used at once, one is enough: the others are no new epochs.
-        if learns and self.steps > steps >= state.ended:
+        trains = self.steps > steps >= state.ended
+        if not used_up and self.steps == steps:  # it peeks, or trains in this way, step by step
+            trains, state.peeked = steps == state.peeked + 1, steps
+            if not trains:
+                return
+        if learns and trains:
             again = state.head == head
             state.head, state.ended = head, self.steps
         name = described(sampler.dataset)
@@ -614,7 +625,8 @@ def batches(name, hashes):
     """ranks get the same batches
     Give each rank its own: a DistributedSampler, a share of an IterableDataset, a seed.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
-    return "", {name: hashes}
+    # A repeated batch, such as all of a small data set, counts each time.
+    return "", {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
 
 
 @check("loader", overlap, "suspicion")
@@ -627,7 +639,7 @@ def integers(batches):
 @check("loader", common, "suspicion")
 def samples(batches):
     """ranks go through the same samples, in orders of their own
-    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, or every W-th sample."""
+    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, and set_epoch."""
     return "", batches.facts()
 
 
@@ -659,7 +671,7 @@ def splits(kind, indices):
 @check("DataLoader", alike)
 def shuffling_loaders(dataset):
     """ranks go through the same samples, in orders of their own
-    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, or every W-th sample."""
+    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, and set_epoch."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if known else {}
 
@@ -667,7 +679,7 @@ def shuffling_loaders(dataset):
 @check("DataLoader", alike, "suspicion")
 def shuffling_loaders_of_unknown_samples(dataset):
     """ranks may go through the same samples, in orders of their own
-    If no rank has samples of its own: sampler=DistributedSampler(dataset) instead of shuffle=True."""
+    If no rank has samples of its own: sampler=DistributedSampler(dataset), not shuffle=True, and set_epoch."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if not known else {}
 
@@ -785,9 +797,12 @@ class Batches:
         integers = [x for x in leaves if not x.is_floating_point() and x.numel() >= 8]
         if integers:
             remember(self.integers, integers)
-        largest = max(leaves, key=torch.Tensor.numel, default=torch.tensor(0))
-        if largest.dim() > 1 and largest.numel() and self.number <= 5000 and not self.repeats:
-            self.add_samples(hashes_of_rows(largest))
+        # Most tensors of a batch have a row for each sample; a mask for all of them has not.
+        sizes = collections.Counter(len(x) for x in leaves if x.dim())
+        parts = [x for x in leaves if x.dim() and x.numel() and len(x) == max(sizes, key=sizes.get)]
+        if any(x.dim() > 1 for x in parts) and self.number <= 5000 and not self.repeats:
+            rows = zip(*map(hashes_of_rows, parts), strict=True)
+            self.add_samples([hash(row) & (2**62 - 1) for row in rows])
 
     def add_samples(self, hashes):
         # From a repetition on, it may be another epoch, in which a rank has what was another's.
@@ -899,7 +914,8 @@ def simple_parts(leaf):
 
 
 def described(dataset):
-    return f"{len(dataset)} samples of {type(dataset).__name__}"
+    size = f"{len(dataset)} samples of " if hasattr(dataset, "__len__") else ""
+    return size + type(dataset).__name__
 
 
 def contents(dataset):

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, with_small_model, write_mnist
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 DOCTOR = ROOT / "tests" / "doctor.py"
 
@@ -57,6 +58,17 @@ class Turns(IterableDataset):  # without an end: in each pass, a rank has what t
     def __iter__(self):
         for turn in count():
             yield from samples[(rank + turn) % 2 : 64 : 2][torch.randperm(32)]
+
+class Unsized(Dataset):
+    def __init__(self):
+        self.samples = samples[rank:64:2]
+
+    def __getitem__(self, i):
+        return (self.samples[i],)
+
+def masked(batch):  # with a mask for each sample, and one for all, which is larger with 4 samples, smaller with 8
+    batch = torch.stack([item if torch.is_tensor(item) else item[0] for item in batch])
+    return batch, torch.ones(len(batch), 30, 30).tril(), torch.ones(70, 70).tril()
 
 class Grouped(Sampler):  # as for detection
     def __init__(self, sampler):
@@ -159,8 +171,15 @@ if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset"
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
 if kind == "grouped":
     loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
-if kind in ("deck", "turns"):
-    loader = DataLoader(Deck() if kind == "deck" else Turns(), batch_size=8)
+if kind in ("deck", "turns", "masked deck"):
+    collate = masked if kind == "masked deck" else None
+    loader = DataLoader(Turns() if kind == "turns" else Deck(), batch_size=8, collate_fn=collate)
+if kind == "masked":
+    loader = DataLoader(train_set, batch_size=4, sampler=sampler, collate_fn=masked)
+if kind == "unsized":
+    loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
+if kind == "whole":
+    loader = DataLoader(train_set, batch_size=64)
 if kind == "labelled":
     loader = DataLoader(Labelled(), batch_size=8)
 if kind == "volumes":  # the corners of which are empty
@@ -247,7 +266,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
         batches = iter(queue.get, None)
     if kind == "two at once":
         batches = (ours for ours, _ in zip(batches, loader))
-    if kind == "shuffle, one batch":
+    if kind.endswith("one batch"):
         batches = (next(iter(loader)) for _ in range(8))
     if kind == "shifted stream" and rank == 0:
         next(batches)
@@ -364,6 +383,7 @@ MISTAKES = {
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
     "Smith42/astroPT#61: each rank shuffles": ("deck", "suspicion: .*ranks go through the same samples.*: samples in"),
+    "Smith42/astroPT#61, beside masks": ("masked deck", "suspicion: .*ranks go through the same samples.*: samples in"),
     "Smith42/astroPT#61: each rank augments": ("labelled", "suspicion: .*same integers, .*: integers in batches of"),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
@@ -383,15 +403,16 @@ MISTAKES = {
     "pytorch-forecasting#2293: classes from a set": ("classes", "suspicion: the data set of .*: TensorDataset.cl"),
     "an unsorted list": ("list", "suspicion: the data set of .*: list.entries;"),
     "an unsorted list, and Subset": ("items", "suspicion: the data set of .*: Subset.dataset.items;"),
+    "all samples in one batch": ("whole", "ranks get the same batches: inputs of Model"),
     "a second stage without a sampler": ("stage late", "ranks get the same batches"),
     "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, of numbers": ("indices", "suspicion: .*ranks may go through the same samples.*: 64 samples of ra"),
     "shuffle=True, of numbers in a list": ("indices in a list", "suspicion: .*ranks may go through the same samples"),
-    "shuffle=True, and an iterator for each batch": ("shuffle, one batch", "ranks go through the same samples"),
     "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "ranks go through the same samples"),
     "shuffle=True": ("shuffle", "ranks go through the same samples.*: 64 samples of TensorDataset"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
+    "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 32"),
@@ -409,7 +430,7 @@ RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "den
 RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaque", "cycle", "destroys not", "by hand"]
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
-RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch"]
+RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 
 
 @pytest.fixture
@@ -494,6 +515,22 @@ def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 16)
     assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16, 0)}) == ("", {})
     assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16, 0)})[1]
+
+
+def test_schedules_that_do_not_end_at_a_step():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1)
+
+    def length(scheduler, steps, of_optimizer):
+        examined, scheduler.last_epoch = doctor.Doctor(None), steps
+        examined.ranks, examined.optimizers[optimizer] = range(2), types.SimpleNamespace(steps=of_optimizer)
+        examined.after_schedule(None, scheduler)
+        return examined.schedules[id(scheduler)][1]
+
+    assert length(LambdaLR(optimizer, lambda step: 1 - step / 400), 200, 200) == 400
+    assert length(LambdaLR(optimizer, lambda step: 0.95**step), 200, 200) == 0
+    assert length(LambdaLR(optimizer, lambda step: 0.1 ** (step // 30)), 180, 180) == 0
+    assert length(CosineAnnealingLR(optimizer, 10), 20, 20) == 10
+    assert length(CosineAnnealingLR(optimizer, 10), 20, 160) == 0  # it counts epochs
 
 
 def break_rank_1(*arguments):
