@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+import torch
 import torchvision
 from torch import nn
 
@@ -15,6 +16,8 @@ class Pause(nn.Module):
     """PAUSE in the environment is the seconds that a step takes longer, for tests that disturb a run in its middle."""
 
     def forward(self, inputs):
+        # In an evaluation with gradients, the graphs of all batches would stay in memory.
+        assert self.training == torch.is_grad_enabled()
         if self.training:
             time.sleep(float(os.environ.get("PAUSE", "0")))
         return inputs

@@ -55,6 +55,19 @@ def make_batch(model, step, i):
     return tokens, tokens.roll(-1, dims=1).flatten()
 
 
+def main_with_a_spy(*flags):
+    averager = train_manual_ddp.GradientAverager
+    train_manual_ddp.GradientAverager = lambda model, way: print(f"averages {way}") or averager(model, way)
+    sys.argv = [MANUAL, *map(str, flags)]
+    train_manual_ddp.main(train_manual_ddp.parse_args())
+
+
+def test_main_averages_as_sync_says(small_mnist):
+    for sync in SYNCS:
+        flags = ("--data-dir", small_mnist, "--epochs", 0, "--sync", sync)
+        assert f"averages {sync}\n" in finish(main_with_a_spy, *flags, nproc=1)
+
+
 def gather_and_average(model):
     """The oracle: every rank gets the gradients of all, without an all-reduce, and takes their mean."""
     for p in model.parameters():

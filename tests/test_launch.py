@@ -35,6 +35,7 @@ MISTAKES = {
     "--script -- --epochs 3": "--script needs a value",
     "--nproc_per_node=two": "--nproc-per-node two: give a number from 1 to 9999",
     "--nproc-per-node=08": "--nproc-per-node 08: give a number from 1 to 9999",
+    "--master-port=65536": "--master-port 65536: give a number from 1 to 65535",
     "--nnodes=2 --node-rank=2": "--node-rank 2: give a number from 0 to 1",
     "--nnodes=2 --node-rank=0": "--node-rank needs --master-addr, too",
     "--hosts=node0 --node-rank=0": "--hosts starts every node: no --nnodes, no --node-rank",
@@ -59,6 +60,7 @@ def test_what_is_printed():
     first, second = printed()
     assert first.startswith("CUDA_VISIBLE_DEVICES=0 torchrun --nnodes=2 --node-rank=0 ")
     assert second == first.replace("--node-rank=0", "--node-rank=1") and "--master-addr=NODE0_ADDRESS " in first
+    assert printed("--dry-run", "--nnodes=2", "--node-rank=1") == [second]
     (one,) = printed("--dry-run", "--nproc-per-node", "gpu", "--", "a b")
     assert one.endswith(f" torchrun --standalone --nproc-per-node=gpu {SCRIPTS[0]} a\\ b ")
     cores = len(os.sched_getaffinity(0))

@@ -1,6 +1,7 @@
 """The scripts differ only where DDP is; they learn, end on the same bits, and say so in the same words."""
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import json
@@ -10,6 +11,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -80,8 +82,8 @@ def test_evaluation_is_exact_at_any_number_of_processes(small_mnist, tmp_path):
 
 
 def test_torchrun_and_metrics(small_mnist, tmp_path):
-    flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 2, "--log-interval", 5)
-    flags += ("--scale-lr", "--deterministic", "--metrics", tmp_path / "m")
+    flags = ("--data-dir", small_mnist, "--batch-size", 16, "--epochs", 2, "--log-interval", 5)
+    flags += ("--accum-steps", 2, "--scale-lr", "--deterministic", "--metrics", tmp_path / "m")
     result = run([*torchrun(2), SMALL_MODEL, DDP, *flags])
     assert result.returncode == 0, result.stderr
     entries = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
@@ -109,7 +111,8 @@ def with_a_clock(*command):
 
 def test_a_report_is_of_all_ranks_and_steps_since_the_last_one(small_mnist):
     def reports(interval):
-        flags = ("--data-dir", small_mnist, "--batch-size", 32, "--epochs", 1, "--log-interval", interval)
+        flags = ("--data-dir", small_mnist, "--batch-size", 16, "--epochs", 1, "--log-interval", interval)
+        flags += ("--accum-steps", 2)
         found = re.findall(r"  loss (\S+)  samples_per_second (\S+)", finish(with_a_clock, DDP, *flags))
         return [[*map(float, values)] for values in zip(*found, strict=True)]
 
@@ -138,12 +141,23 @@ def test_no_epochs_threads_that_are_the_users_choice_and_a_rank_without_a_test_i
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_the_seed_makes_the_weights(script, small_mnist):
+    flags = (script, "--data-dir", small_mnist, "--epochs", 0, "--seed")
+    first, again, other = (weights(finish(*flags, seed, nproc=1)) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_plain_python_alone_in_an_empty_folder_learns(script, tmp_path, tmp_path_factory):
     shutil.copy(ROOT / script, tmp_path)
     data = write_mnist(tmp_path_factory.mktemp("mnist"), train_size=1024)
     flags = ("--data-dir", data, "--batch-size", 16, "--epochs", 1)
     # More threads would wait for each other by spinning, for minutes where another test has their core.
-    result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
+    with socket.socket() as other:  # another run, on torch's own port
+        with contextlib.suppress(OSError):  # if there is such a run
+            other.bind(("", 29500))
+            other.listen()
+        result = run([sys.executable, script, *flags], cwd=tmp_path, PYTHONPATH="", OMP_NUM_THREADS=1)
     assert float(re.search(r"test_accuracy (\S+)  test_samples 101\n", result.stdout)[1]) > 0.8, result.stderr
     assert os.listdir(tmp_path) == [script]
 
