@@ -223,7 +223,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Progress at mid-step, so that neither the first rate nor the last one is 0.
+            # Progress at the middle of the step: at its end, the last rate would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -292,7 +292,7 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
             with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
-            loss.backward()  # a collective, in the last pass
+            loss.backward()  # the averager may send here, in the last pass: collective
         mean_loss += loss.detach()
     averager.average()  # DDP does this at the end of the last backward()
     if args.clip_grad_norm:  # the averages are clipped, in the same way on all ranks
