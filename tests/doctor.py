@@ -19,6 +19,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up
 - ranks take their parts of what all have loaded, or split samples of their own that are in no
   attribute of the data set
+- data sets differ in what they have read so far (a cache), or are shares of one table
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an evaluation draws its batches outside of no_grad, between two steps
 - a second pass, phase, run or model, or a search for a learning rate, goes through an order again
@@ -30,9 +31,10 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - a rank that trains on another's samples in another order, if
   - each augments a part of them, pads features, or has them in lists or in tensors of one dimension
   - few of them are distinct, or it has taken less than half of them after 5,000 batches
-  - they do not come from a DataLoader, or it yields a whole epoch before the first step
+  - they do not come from a DataLoader, or it yields a whole epoch before the first step, or an epoch
+    of fewer than three batches
 - or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch, or
-  if neither a DataLoader yields them nor DDP gets them
+  if neither a DataLoader yields them nor DDP gets them, with nothing of the rank's own
 - samples that some ranks validate on and others train on, unless random_split of the same data set,
   with the same attributes, or the data sets of DistributedSamplers show it
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
@@ -41,7 +43,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - one order in all epochs by other causes, such as itertools.cycle
 - a data set that a rank shuffles after its first epoch
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
-  one that counts epochs
+  one that counts epochs, or that rounding has moved by more than a few steps
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
 - buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
   that modules make only in their first pass
@@ -262,10 +264,11 @@ class Doctor:
         """On rank 0, say what a check finds. Things of unequal kinds are not comparable."""
         names = compare(*found) if kinds.count(kinds[0]) == len(kinds) else []
         if names:
-            what, remedy, *_ = (line.strip() for line in look.__doc__.splitlines())
+            what, *lines = (line.strip() for line in look.__doc__.splitlines())
+            remedy = [line for line in lines if line and "#" not in line]  # where it happened has a number
             more = f" and {len(names) - 3} more" * (len(names) > 3)
             seen = f": {', '.join(names[:3])}{more}; first seen {when}"
-            self.say(f"{word}: {what}", seen, remedy)
+            self.say(f"{word}: {what}", seen, *remedy)
 
     def say(self, what, details, *lines):
         """On rank 0, print a finding, once, if it does not follow from another."""
@@ -375,7 +378,8 @@ class Doctor:
                 state.key = f"{state.loader.number} {state.loader.passes}"
             count, hashes = state.batches.number, state.batches.hashes
             self.look("batches", state.key, count, state.batches.name, hashes)
-            self.look("loader", state.key, count, state.batches)
+            if count > 2:  # so that the same order is found before the same samples
+                self.look("loader", state.key, count, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
         kind = [len(part) for part in parts], contents(dataset)[1], listed(dataset)
@@ -384,16 +388,10 @@ class Doctor:
         self.look(*self.splits[-1])
 
     def after_schedule(self, _, scheduler, *args, **kwargs):
-        steps, world = scheduler.last_epoch, len(self.ranks)
+        steps = scheduler.last_epoch
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)
-        if type(scheduler) is LambdaLR:  # its length is where it comes down to 0
-            with contextlib.suppress(Exception):  # of the script's function
-                factor = scheduler.lr_lambdas[0]
-                ends = [steps // world] if steps % world == 0 else []
-                ends += [steps * world] if factor(steps) > 0.2 else []
-                # There, an exponential one only passes by.
-                ends = [end for end in ends if not 0 < factor(end + end // 8) <= factor(end)]
-                length = next((end for end in ends if abs(factor(end)) < 0.01), 0)
+        if type(scheduler) is LambdaLR:  # which is not called before the end, as it may count its calls
+            length = scheduler.lr_lambdas[0]
         optimizer = self.optimizers.get(scheduler.optimizer)
         warm_up = max(0, optimizer.steps - steps) if optimizer else 0  # by another schedule
         length = 0 if warm_up > steps else length  # it counts epochs, which do not become fewer
@@ -588,7 +586,8 @@ def overlap(mine, *others):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    Wrap the model in DDP, call the wrapper; wrap again after unfreezing; load weights on all ranks.
+    Wrap the model in DDP, call the wrapper; wrap again after unfreezing; load weights on all ranks;
+    end no_sync() before the last backward() of each step; skip a step on all ranks or on none.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]
@@ -605,14 +604,15 @@ def learning_rates(state, params):
 @check("optimizer", differ)
 def step_counts(state, params):
     """ranks have taken unequal numbers of optimizer steps
-    Give all ranks equally many batches."""
+    Give all ranks equally many batches; skip a step on all ranks or on none."""
     return "", {f"of {state.key.split()[0]}": state.steps}
 
 
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made.
+    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made,
+    and likewise random's and NumPy's seed. Draw what ranks share, as an order, from a generator of its own.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
     for name, drawn in drawn_since(state.random):
         state.draws[name].append(drawn)
@@ -716,7 +716,7 @@ def same_order(sampler, again, learns):
 @check("order", alike, "suspicion")
 def repeated_samples(sampler, again, learns):
     """a DistributedSampler repeats samples in an evaluation
-    If they count: sampler=range(rank, len(dataset), world_size), and sums that are all-reduced.
+    If they count: sampler=range(rank, len(dataset), world_size), and sums that are all-reduced after the loop.
     roboflow/rf-detr#1507, facebookresearch/deit#24"""
     repeated = sampler.total_size - len(sampler.dataset)
     found = repeated > 0 and not learns
@@ -730,6 +730,7 @@ def schedule_lengths(schedules):
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
     for name, length, steps, warm_up in schedules.values():
+        length = last_step(length, steps, world) if callable(length) else length
         for before in (0, warm_up):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
@@ -738,6 +739,21 @@ def schedule_lengths(schedules):
             if length and steps > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
+
+
+def last_step(factor, steps, world):
+    """Return where a function comes down to 0, if that is at W times these steps, or at a W-th; else 0."""
+    with contextlib.suppress(Exception):  # of the script's function
+        for end in (steps // world, steps * world):
+            *before, last = (abs(factor(end * i // 50)) for i in range(51))
+            # It may restart, or be an exponential one, which only passes by.
+            restarts = max(abs(factor(end + 1 + end * i // 99)) for i in range(10)) > max(before) / 2
+            later = factor(end + end // 8)
+            passes = not isinstance(later, complex) and 0 < later <= last
+            reached = end < steps or abs(factor(steps)) > 0.2 * max(before)
+            if last < 0.01 * max(before) and reached and not restarts and not passes:
+                return end
+    return 0
 
 
 def owner_and_names(params):

@@ -1,5 +1,6 @@
 """The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
 
+import math
 import os
 import pathlib
 import re
@@ -163,8 +164,8 @@ sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
 loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
-if kind == "no sampler":
-    loader = DataLoader(train_set, batch_size=4)
+if kind.startswith("no sampler"):
+    loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4)
 if kind == "subset":
     train_set = Subset(train_set, range(rank, 64, 2))
 if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset"):
@@ -379,6 +380,7 @@ MISTAKES = {
     "unfrozen by a new group": ("added late", "weights differ: Linear.weight, Linear.bias; .* step 16"),
     "ReduceLROnPlateau of one rank's loss": ("plateau", "rates differ: of group 0: .* on rank 0, .* on rank 1"),
     "Wuziyi616/nerv#1: no sampler": ("no sampler", "ranks get the same batches"),
+    "Wuziyi616/nerv#1: no sampler, large batches": ("no sampler, large", "ranks get the same batches"),
     "Smith42/astroPT#61: IterableDataset": ("stream", "ranks get the same batches"),
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
@@ -520,17 +522,40 @@ def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
 def test_schedules_that_do_not_end_at_a_step():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1)
 
-    def length(scheduler, steps, of_optimizer):
-        examined, scheduler.last_epoch = doctor.Doctor(None), steps
-        examined.ranks, examined.optimizers[optimizer] = range(2), types.SimpleNamespace(steps=of_optimizer)
+    def length(scheduler, of_optimizer):
+        examined, scheduler.last_epoch = doctor.Doctor(None), 20
+        examined.optimizers[optimizer] = types.SimpleNamespace(steps=of_optimizer)
         examined.after_schedule(None, scheduler)
         return examined.schedules[id(scheduler)][1]
 
-    assert length(LambdaLR(optimizer, lambda step: 1 - step / 400), 200, 200) == 400
-    assert length(LambdaLR(optimizer, lambda step: 0.95**step), 200, 200) == 0
-    assert length(LambdaLR(optimizer, lambda step: 0.1 ** (step // 30)), 180, 180) == 0
-    assert length(CosineAnnealingLR(optimizer, 10), 20, 20) == 10
-    assert length(CosineAnnealingLR(optimizer, 10), 20, 160) == 0  # it counts epochs
+    assert length(CosineAnnealingLR(optimizer, 10), 20) == 10
+    assert length(CosineAnnealingLR(optimizer, 10), 160) == 0  # it counts epochs
+
+
+SCHEDULES = {  # a function of the step, the steps that two ranks have made, and where it ends
+    "linear": (lambda step: 1 - step / 400, 200, 400),
+    "poly": (lambda step: (1 - step / 400) ** 0.9, 200, 400),
+    "cosine, too short": (lambda step: 1 + math.cos(math.pi * step / 22), 45, 22),
+    "right": (lambda step: 1 + math.cos(math.pi * step / 200), 200, 0),
+    "exponential": (lambda step: 0.95**step, 200, 0),
+    "steps": (lambda step: 0.1 ** (step // 30), 180, 0),
+    "warm-up alone": (lambda step: min(step / 2000, 1), 30, 0),
+    "Vaswani et al.": (lambda step: 512**-0.5 * min((step + 1) ** -0.5, step * 400**-1.5), 400, 0),
+    "restarts": (lambda step: 1 + math.cos(math.pi * (step / 100 % 1)), 200, 0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_last_step(name):
+    factor, steps, end = SCHEDULES[name]
+    assert doctor.last_step(factor, steps, world=2) == end
+
+
+def test_a_schedule_that_counts_its_calls_is_left_alone():
+    rates = iter(range(99))
+    scheduler = LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1), lambda _: next(rates))
+    doctor.Doctor(None).after_schedule(None, scheduler)
+    assert next(rates) == 1
 
 
 def break_rank_1(*arguments):
