@@ -8,9 +8,10 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# The last one saves 120 s before its time is up, is requeued (ten times at most), and resumes; a
-# training that fails is not requeued. A flag of sbatch, such as --gres=gpu:8, wins over its line
-# below, or sbatch names the one to remove. Submit it in the script's directory, which all nodes see.
+# Add --account and --partition as your site asks. The last one saves 120 s before its time is up, is
+# requeued, and resumes; one that fails is not requeued. One without --checkpoint begins anew if Slurm
+# requeues it. Submit in the training script's directory, which all nodes see. A flag of sbatch wins
+# over its line below, as does --gres=gpu:8; if it contradicts one, sbatch names the line to remove.
 # To train in a container, export one of these, for pyxis or for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

@@ -65,28 +65,28 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
-    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. Each
-    # p.grad is a view of a bucket, a buffer to send, so the averages need not be copied back.
+    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. (Each
+    # p.grad is a part of a buffer that is sent, so no second copy of it takes memory.)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Dropout differs by rank. (A hash of integers is the same in a run that is started again.)
+        # Dropout differs by rank. (Of integers, unlike strings, hash() is the same in every run.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Progress at the middle of the step: at its end, the last rate would be 0.
+            # The rate at the middle of each step, as at the end of the last one it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Report before each save, too, as the report ends the run if the loss is not finite.
+            # Before each save, too: a loss that is not finite ends the run here, and is not saved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A finished epoch counts as whole, with the samples that drop_last has left out.
+                # At the end of an epoch, all: a resumed run then takes no further step in it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -168,7 +168,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # with NCCL, the sums may lack a rank that has died
+    if ranks != dist.get_world_size():  # one died, and NCCL has returned all the same
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -337,7 +337,7 @@ def set_environment(args):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # If torchrun is killed from now on, so is this process, before it can write over the next
-        # run's file. (If torchrun is killed earlier, it waits for the others until --timeout.)
+        # run's file. (If torchrun is killed earlier, this process waits until --timeout.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well
