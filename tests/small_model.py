@@ -18,6 +18,7 @@ class Pause(nn.Module):
     def forward(self, inputs):
         # In an evaluation with gradients, the graphs of all batches would stay in memory.
         assert self.training == torch.is_grad_enabled()
+        assert self.training or not torch.is_autocast_enabled("cpu")  # as --help says: tests are fp32
         if self.training:
             time.sleep(float(os.environ.get("PAUSE", "0")))
         return inputs
