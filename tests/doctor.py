@@ -117,8 +117,8 @@ def main(arguments=None):
     for module in (torch.utils.data, torch.utils.data.dataset):
         doctor.hook(module, "random_split", after=doctor.after_split)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
-    doctor.hook(DataLoader, "__iter__", after=doctor.after_iter)
-    doctor.hook(_BaseDataLoaderIter, "__next__", after=doctor.after_next)
+    doctor.hook(DataLoader, "__iter__", before=doctor.before_seed, after=doctor.after_iter)
+    doctor.hook(_BaseDataLoaderIter, "__next__", before=doctor.before_next, after=doctor.after_next)
     doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
@@ -175,7 +175,7 @@ class Doctor:
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
-        self.schedules, self.splits = {}, []
+        self.schedules, self.splits, self.random = {}, [], []
 
     def hook(self, owner, name, before=None, after=None):
         """Replace a function by `before(...)`, itself, and `after(result, ...)`."""
@@ -295,8 +295,10 @@ class Doctor:
             state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
+        before, state.random = state.random, random_states()
+        for name, drawn in drawn_between(before, state.random):
+            state.draws[name] = [*state.draws[name][-2:], drawn]
         self.look("optimizer", state.key, state.steps, state, params)
-        state.random = random_states() if due(state.steps + 1) else []
 
     def meet(self, optimizer, params):
         kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
@@ -340,9 +342,17 @@ class Doctor:
             if state.copied:
                 self.look("buffers", state.key, state.passes, ddp.module)
 
+    def before_seed(self, *_):
+        self.random = [] if self.store is None else random_states()
+
+    def after_seed(self):
+        # A seed is no draw, as it may be the same on all ranks: of a loader's workers, of its order.
+        for state in self.states if self.random else []:
+            if state.random == self.random:
+                state.random = random_states()
+
     def after_iter(self, iterator, loader):
-        for state in self.states:  # a loader draws a number, alike on all ranks
-            state.random = state.random and random_states()
+        self.after_seed()
         shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
         if shuffles and type(loader.batch_sampler) is BatchSampler:
             self.shuffled[iterator] = loader.dataset, len(loader)
@@ -356,8 +366,18 @@ class Doctor:
         self.iterators[iterator] = new  # with persistent workers, all passes have one iterator
         return new
 
+    def before_next(self, iterator):
+        if self.draws_order(iterator):
+            self.before_seed()
+
+    def draws_order(self, iterator):
+        known = self.iterators.get(iterator)
+        return iterator in self.shuffled and known is not None and known.yielded == 0
+
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
+        if self.draws_order(iterator):
+            self.after_seed()
         if self.store is None or not torch.is_grad_enabled():
             return
         state = self.iterators.get(iterator) or self.begin(iterator, iterator)
@@ -382,7 +402,7 @@ class Doctor:
                 self.look("loader", state.key, count, state.batches)
 
     def after_split(self, parts, dataset, *args, **kwargs):
-        kind = [len(part) for part in parts], contents(dataset)[1], listed(dataset)
+        kind = [len(part) for part in parts], contents(dataset)[1]
         indices = digest([part.indices for part in parts])
         self.splits.append(("random_split", "", next(self.number["split"]), kind, indices))
         self.look(*self.splits[-1])
@@ -586,8 +606,9 @@ def overlap(mine, *others):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    Wrap the model in DDP, call the wrapper; wrap again after unfreezing; load weights on all ranks;
-    end no_sync() before the last backward() of each step; skip a step on all ranks or on none.
+    Wrap the model in DDP, call the wrapper; wrap again after unfreezing or adding layers; load weights
+    and the optimizer's state on all ranks; end no_sync() before the last backward() of each step; skip
+    a step on all ranks or on none.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]
@@ -611,13 +632,12 @@ def step_counts(state, params):
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made,
-    and likewise random's and NumPy's seed. Draw what ranks share, as an order, from a generator of its own.
+    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made;
+    random.seed and, modulo 2**32, numpy.random.seed, too. Draw what ranks share, as an order, from a generator
+    of its own.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
-    for name, drawn in drawn_since(state.random):
-        state.draws[name].append(drawn)
     # Once may be a decision of all.
-    return "", {name: drawn[-3:] for name, drawn in state.draws.items() if len(drawn) > 2}
+    return "", {name: drawn for name, drawn in state.draws.items() if len(drawn) == 3}
 
 
 @check("batches", overlap)
@@ -864,20 +884,21 @@ def hashes_of_rows(tensor):
 def random_states():
     """Return names, devices, seeds and hashes of the states of what draws random numbers."""
     torchs = [torch.default_generator, *torch.cuda.default_generators]
-    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), g.get_state()) for g in torchs]
-    states.append(("Python's random", None, None, random.getstate()))
+    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), digest(g.get_state())) for g in torchs]
+    others = [("Python's random", repr(python := random.getstate()), python[1][-1])]
     if "numpy" in sys.modules:
-        states.append(("NumPy's", None, None, sys.modules["numpy"].random.get_state()))
-    return [(*known, digest(state)) for *known, state in states]
+        state = sys.modules["numpy"].random.get_state(legacy=False)
+        others.append(("NumPy's", state, state["state"].get("pos")))
+    # At position 624, they have a new seed, and have not drawn since.
+    return states + [(name, None, None, "" if pos == 624 else digest(state)) for name, state, pos in others]
 
 
-def drawn_since(before):
+def drawn_between(before, after):
     """Yield names and hashes of what has drawn. A new seed, where it can be known, is no draw."""
-    pairs = zip(before, random_states(), strict=False)
-    for (_, _, old_seed, old), (name, device, seed, new) in pairs:
+    for (_, _, old_seed, old), (name, device, seed, new) in zip(before, after, strict=False):
         if seed != old_seed:
             old = digest(torch.Generator(device).manual_seed(seed).get_state())
-        if new != old:
+        if new not in (old, ""):
             yield name, new
 
 
@@ -948,7 +969,7 @@ def contents(dataset):
     # Numbers may stand for samples that are elsewhere.
     known &= not isinstance(dataset, (range, list)) or any(type(x) is not int for x in dataset[:1000])
     known &= all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)
-    found = known and 0 < len(leaves) <= MOST_LEAVES, digest(leaves)
+    found = known and 0 < len(leaves) <= MOST_LEAVES, digest([listed(dataset), leaves])
     with contextlib.suppress(Exception):
         CONTENTS[dataset] = found
     return found

@@ -102,6 +102,10 @@ class Files(Dataset):  # of each rank, its own
     def __getitem__(self, i):
         return (samples[int(str(self.names[i])[:-4])],)
 
+class Noisy(Files):
+    def __getitem__(self, i):
+        return (super().__getitem__(i)[0] + torch.randn(4),)
+
 class Drawn(Dataset):  # of what draws random numbers, from files in a folder of each rank
     def __init__(self, base):
         self.base, self.names = base, [f"/scratch/{rank}/{i}.png" for i in range(64)]
@@ -168,7 +172,11 @@ if kind.startswith("no sampler"):
     loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4)
 if kind == "subset":
     train_set = Subset(train_set, range(rank, 64, 2))
-if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset"):
+if kind == "one seed":  # draws an order and seeds, but no data, and each rank has files of its own
+    train_set = Subset(Files(), range(32))
+if kind == "noisy files":
+    train_set = Noisy()
+if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset", "one seed", "noisy files"):
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
 if kind == "grouped":
     loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
@@ -239,8 +247,8 @@ if kind == "schedule, after another":
     cosine = SequentialLR(optimizer, [warm, cosine], [8])
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
-numpy.random.seed(0 if kind == "numpy" else rank)
-if kind == "dropout":
+numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
+if kind in ("dropout", "one seed", "noisy files"):
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
@@ -258,6 +266,10 @@ for epoch in range(13 if kind.endswith("late") else 4):
         first_loader, loader = loader, DataLoader(train_set, batch_size=4)
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
+    if kind == "rollouts":
+        numpy.random.rand()
+    if kind == "one seed":
+        numpy.random.seed(epoch)
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
@@ -392,6 +404,8 @@ MISTAKES = {
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
     "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "suspicion: .*same random numbers: torch's .cpu."),
     "negatives by NumPy, with one seed on all ranks": ("numpy", "suspicion: .*same random numbers: NumPy's"),
+    "augmentation by a loader, with one seed": ("noisy files", "suspicion: .*same random numbers: torch's .cpu."),
+    "rollouts between the steps, with one seed": ("rollouts", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),
     "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ, .*: mean; .* the end"),
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ, .*: mean;"),
@@ -433,6 +447,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
+RIGHT += ["one seed"]
 
 
 @pytest.fixture

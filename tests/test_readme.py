@@ -141,6 +141,8 @@ def test_the_lowest_versions_are_those_of_the_requirements():
 def test_what_is_quoted_is_there():
     assert lesson("for buffer in") in (ROOT / DDP).read_text()
     assert in_order(lesson("\n...\n").replace("\n...", ""), OWN)
+    (notice,) = re.findall(r"--signal=B:USR1@(\d+) ", (ROOT / "slurm_submit_ddp.sh").read_text())
+    assert f"receives SIGUSR1 {notice} s before the time limit" in README
 
 
 DIFFERENT = "the ranks have ended on different weights: "

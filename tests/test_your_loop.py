@@ -1,5 +1,6 @@
 """What the README says of loops of your own: its code, its questions, and what happens without them."""
 
+import functools
 import random
 import re
 import signal
@@ -133,7 +134,9 @@ def test_own_loop_tests_together_and_does_not_train_on_what_is_left_over(own_loo
     changes = ("SEED = 6, 2", "SEED = 2, 2"), ("ddp(images)", "ddp(images * (1 + 99 * rank))")
     lines = "f'seed {torch.initial_seed()}\\norder {[*sampler][:9]}\\n'"  # in one write, or those of ranks mix
     told = ("    bar = ", f"    print({lines}, end='')\n    bar = ")
-    output = finish(*own_loop("whole", *changes, told))
+    begins = "        assert complete or all(p.grad is None for p in model.parameters())\n"  # each step, anew
+    begins = ("        with contextlib", f"{begins}        with contextlib")
+    output = finish(*own_loop("whole", *changes, told, begins))
     for word in ("seed", "order"):
         assert len({*re.findall(f"{word} .*", output)}) == 4  # of two ranks, in two epochs
     finish(*own_loop("cut", *changes, ("enumerate(bar, start=1)", "zip(range(1, 17), bar)")))
@@ -303,12 +306,16 @@ def gather_with_gradient():
 
     all_pairs(*model(samples)).backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    z, temperature = ddp(samples[dist.get_rank() * 4 :][:4])
-    values = {"torch": torch, "z": z, "all_pairs": lambda z: all_pairs(z, temperature)}
-    exec(lesson("all_gather"), values)
-    values["loss"].backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    right = lesson("dist.all_gather(")
+    for source in (right, right.replace("gradient * world_size", "gradient")):
+        model.zero_grad()
+        z, temperature = ddp(samples[dist.get_rank() * 4 :][:4])
+        values = {"torch": torch, "dist": dist, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        values |= {"z": z, "all_pairs": functools.partial(all_pairs, temperature=temperature)}
+        exec(source, values)
+        values["loss"].backward()
+        equal = [torch.allclose(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True)]
+        assert equal == ([True] * 3 if source is right else [True, False, False])  # the first is the temperature's
 
 
 def rank_0_is_busy(words):
@@ -458,9 +465,9 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Without workers, seed `random` and NumPy yourself": noise,
+    "With `num_workers=0`, seed these two yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "`dist.all_gather` would stop the gradient": gather_with_gradient,
+    "keep the gradient of your own": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "Make an EMA after the wrapper, and update it on each rank. Before you evaluate it, broadcast": averaged,
