@@ -87,7 +87,7 @@ def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop,
         ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("killed", "quiet"))
         assert ours["progress"] == theirs["progress"]
         torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
-    assert theirs["optimizer"]["param_groups"][0]["lr"] < 1e-4  # the schedule, too, is at its end
+    assert theirs["optimizer"]["param_groups"][0]["lr"] < 5e-5  # the schedule, too, is at its end
     assert "epoch " not in finish(*killed)  # it has ended
 
 
