@@ -208,8 +208,8 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
-    # 4. Start from equal weights, those of rank 0, and average the gradients in every step. (Each
-    # p.grad is a part of a buffer that is sent, so no second copy of it takes memory.)
+    # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
+    # (p.grad lies in the memory that is sent, so that no gradient is there twice.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate at the middle of each step, as at the end of the last one it is 0.
+            # - 0.5, as at the end of the last step, the rate is 0, and would change nothing.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Before each save, too: a loss that is not finite ends the run here, and is not saved.
+            # This ends the run if the loss is not finite, so it comes before each save, too.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # At the end of an epoch, all: a resumed run then takes no further step in it.
+                # With len(train_set), a resumed run takes no further step in this epoch.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -312,7 +312,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # one died, and NCCL has returned all the same
+    if ranks != dist.get_world_size():  # a rank died, but NCCL's all-reduce returned
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")

@@ -470,7 +470,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "keep the gradient of your own": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "Make an EMA after the wrapper, and update it on each rank. Before you evaluate it, broadcast": averaged,
+    "when the weights are equal, and update it on each rank. Before you evaluate it, broadcast": averaged,
     "Give each model of a GAN a wrapper": two_models,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }

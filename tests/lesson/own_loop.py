@@ -51,7 +51,7 @@ first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: highe
 settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
 
 exists = rank == 0 and os.path.exists("last.pt")
-# It is your own file, so it may hold more than tensors, such as numbers of NumPy.
+# weights_only=False is for files of your own, which may hold more than tensors.
 box = [torch.load("last.pt", map_location="cpu", weights_only=False) if exists else None]
 dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
