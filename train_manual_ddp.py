@@ -481,7 +481,7 @@ def set_environment(args):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # If torchrun is killed from now on, so is this process, before it can write over the next
-        # run's file. (If torchrun is killed earlier, this process waits until --timeout.)
+        # run's file. (If torchrun is killed in the first seconds, this process lives on.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well

@@ -37,6 +37,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   if neither a DataLoader yields them nor DDP gets them, with nothing of the rank's own
 - samples that some ranks validate on and others train on, unless random_split of the same data set,
   with the same attributes, or the data sets of DistributedSamplers show it
+- the same random numbers, if ranks draw unequal numbers of them (padding, rejection), or if they are
+  drawn for the first batch of a pass alone
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
   sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
 - vocabularies that differ by rank, in a tokenizer or another object of a data set
@@ -92,8 +94,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
-CONSEQUENCES = "suspicion.*the same (samples|integers)|the data set of"  # not said after CAUSES
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
+FOLLOWS = {  # what is not said after what
+    "suspicion.*the same (samples|integers)|the data set of": CAUSES,
+    "in orders of their own": "the same batches",
+}
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
 
 
@@ -175,7 +180,7 @@ class Doctor:
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
-        self.schedules, self.splits, self.random = {}, [], []
+        self.schedules, self.splits, self.random = {}, [], {}
 
     def hook(self, owner, name, before=None, after=None):
         """Replace a function by `before(...)`, itself, and `after(result, ...)`."""
@@ -272,7 +277,8 @@ class Doctor:
 
     def say(self, what, details, *lines):
         """On rank 0, print a finding, once, if it does not follow from another."""
-        known = re.search(CONSEQUENCES, what) and re.search(CAUSES, " ".join(self.said))
+        said = " ".join(self.said)
+        known = any(re.search(later, what) and re.search(cause, said) for later, cause in FOLLOWS.items())
         if what not in self.said and not known:
             self.said.append(what)
             sys.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
@@ -296,13 +302,13 @@ class Doctor:
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
         before, state.random = state.random, random_states()
-        for name, drawn in drawn_between(before, state.random):
+        for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
         self.look("optimizer", state.key, state.steps, state, params)
 
     def meet(self, optimizer, params):
         kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
-        state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random=[])
+        state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random={})
         state.draws, state.model = collections.defaultdict(list), lambda: None
         # Where each task or parameter has an optimizer of its own, the search would take minutes.
         many = len(self.states) > 20
@@ -343,13 +349,14 @@ class Doctor:
                 self.look("buffers", state.key, state.passes, ddp.module)
 
     def before_seed(self, *_):
-        self.random = [] if self.store is None else random_states()
+        self.random = {} if self.store is None else random_states()
 
     def after_seed(self):
         # A seed is no draw, as it may be the same on all ranks: of a loader's workers, of its order.
-        for state in self.states if self.random else []:
-            if state.random == self.random:
-                state.random = random_states()
+        now = random_states() if self.random else {}
+        for state in self.states:
+            drawn = drawn_between(state.random, self.random)
+            state.random |= {name: new for name, new in now.items() if name not in drawn}
 
     def after_iter(self, iterator, loader):
         self.after_seed()
@@ -727,7 +734,7 @@ def data_sets(sampler):
 @check("order", alike)
 def same_order(sampler, again, learns):
     """a DistributedSampler gives the same order in two epochs
-    Before each epoch: sampler.set_epoch(epoch).
+    Before each epoch: sampler.set_epoch(epoch), or epoch + 1, where a loader's workers are a pass ahead.
     lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, cszn/KAIR#106"""
     found = again and sampler.shuffle and sampler.num_samples > 4
     return "", {described(sampler.dataset): ""} if found else {}
@@ -882,24 +889,27 @@ def hashes_of_rows(tensor):
 
 
 def random_states():
-    """Return names, devices, seeds and hashes of the states of what draws random numbers."""
-    torchs = [torch.default_generator, *torch.cuda.default_generators]
-    states = [(f"torch's ({g.device})", g.device, g.initial_seed(), digest(g.get_state())) for g in torchs]
-    others = [("Python's random", repr(python := random.getstate()), python[1][-1])]
+    """Return, by name, hashes of the states of what draws random numbers; "" is that of a seed not drawn from."""
+    found = {}
+    for g in (torch.default_generator, *torch.cuda.default_generators):
+        state = digest(g.get_state())
+        found[f"torch's ({g.device})"] = state if state != seeded(g.device, g.initial_seed()) else ""
+    python = random.getstate()
+    found["Python's random"] = digest(repr(python)) if python[1][-1] != 624 else ""  # a new seed sets this position
     if "numpy" in sys.modules:
         state = sys.modules["numpy"].random.get_state(legacy=False)
-        others.append(("NumPy's", state, state["state"].get("pos")))
-    # At position 624, they have a new seed, and have not drawn since.
-    return states + [(name, None, None, "" if pos == 624 else digest(state)) for name, state, pos in others]
+        found["NumPy's"] = digest(state) if state["state"].get("pos") != 624 else ""
+    return found
+
+
+@functools.lru_cache
+def seeded(device, seed):
+    return digest(torch.Generator(device).manual_seed(seed).get_state())
 
 
 def drawn_between(before, after):
-    """Yield names and hashes of what has drawn. A new seed, where it can be known, is no draw."""
-    for (_, _, old_seed, old), (name, device, seed, new) in zip(before, after, strict=False):
-        if seed != old_seed:
-            old = digest(torch.Generator(device).manual_seed(seed).get_state())
-        if new not in (old, ""):
-            yield name, new
+    """Return, by name, the hashes of what has drawn. A new seed is no draw."""
+    return {name: state for name, state in after.items() if state not in ("", before.get(name, state))}
 
 
 def due(count):

@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ from conftest import (
 )
 from soak import disturb
 from torch.utils.data import TensorDataset
+
+import train_ddp
 
 STOPPED = "stopped by a signal, saved to "
 
@@ -138,6 +142,13 @@ def test_weights_that_are_not_finite_are_not_saved_after_a_step_nor_at_a_stop(sc
             assert ranks.wait()[0] == 1
             assert "the weights are not finite, and were not saved: try a lower --lr" in ranks.output()
             assert STOPPED not in ranks.output() and not (tmp_path / "ck.pt").exists()
+
+
+def test_a_single_weight_that_is_not_finite_is_not_saved(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    model.bias.data.fill_(math.nan)
+    with pytest.raises(SystemExit, match="not finite"):
+        train_ddp.save_checkpoint(SimpleNamespace(checkpoint=tmp_path / "ck.pt"), model, None, 0, 0)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -18,7 +18,7 @@ DOCTOR = ROOT / "tests" / "doctor.py"
 LOOP = """
 from itertools import chain, count, islice
 from queue import SimpleQueue
-import collections, contextlib, datetime, gc, numpy, pathlib, sys, threading, time, types
+import collections, contextlib, datetime, gc, numpy, pathlib, random, sys, threading, time, types
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -176,7 +176,8 @@ if kind == "one seed":  # draws an order and seeds, but no data, and each rank h
     train_set = Subset(Files(), range(32))
 if kind == "noisy files":
     train_set = Noisy()
-if kind in ("shuffle", "shuffle, one batch", "table", "files", "paths", "subset", "one seed", "noisy files"):
+shuffling = ["shuffle", "shuffle, one batch", "shuffle, one seed", "table", "subset"]
+if kind in (*shuffling, "files", "paths", "one seed", "noisy files"):
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
 if kind == "grouped":
     loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
@@ -248,7 +249,7 @@ if kind == "schedule, after another":
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
 numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
-if kind in ("dropout", "one seed", "noisy files"):
+if kind in ("dropout", "one seed", "noisy files", "shuffle, one seed"):
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
@@ -269,7 +270,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
     if kind == "rollouts":
         numpy.random.rand()
     if kind == "one seed":
-        numpy.random.seed(epoch)
+        torch.manual_seed(max(2, epoch)), numpy.random.seed(epoch), random.random()
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
@@ -426,6 +427,7 @@ MISTAKES = {
     "shuffle=True, of numbers in a list": ("indices in a list", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "ranks go through the same samples"),
     "shuffle=True": ("shuffle", "ranks go through the same samples.*: 64 samples of TensorDataset"),
+    "shuffle=True, with one seed": ("shuffle, one seed", "ranks get the same batches"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
