@@ -301,21 +301,28 @@ def gather_with_gradient():
     samples, model = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), Pairs()
     ddp = DistributedDataParallel(model)
 
-    def all_pairs(z, temperature):
-        return (z @ z.T * temperature).logsumexp(dim=1).mean()
+    def two_views(samples):
+        return torch.cat([samples, samples.square()])
 
-    all_pairs(*model(samples)).backward()
+    def all_pairs(first, second, temperature):
+        return F.cross_entropy(first @ second.T * temperature, torch.arange(len(first)))
+
+    z, temperature = model(two_views(samples))
+    all_pairs(*z.chunk(2), temperature).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     right = lesson("dist.all_gather(")
-    for source in (right, right.replace("gradient * world_size", "gradient")):
+    wrong = right.replace("gradient * world_size", "gradient")  # for all but the temperature, which is the first
+    pairs = right.replace("gather(first), gather(second)", "*gather(z).chunk(2)")
+    for source, equal in {right: [True] * 3, wrong: [True, False, False], pairs: [False] * 3}.items():
         model.zero_grad()
-        z, temperature = ddp(samples[dist.get_rank() * 4 :][:4])
+        z, temperature = ddp(two_views(samples[dist.get_rank() * 4 :][:4]))
         values = {"torch": torch, "dist": dist, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        values |= {"z": z, "all_pairs": functools.partial(all_pairs, temperature=temperature)}
+        values |= {"z": z, "first": z[:4], "second": z[4:]}
+        values["all_pairs"] = functools.partial(all_pairs, temperature=temperature)
         exec(source, values)
         values["loss"].backward()
-        equal = [torch.allclose(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True)]
-        assert equal == ([True] * 3 if source is right else [True, False, False])  # the first is the temperature's
+        found = zip(model.parameters(), expected, strict=True)
+        assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
 
 
 def rank_0_is_busy(words):
