@@ -5,13 +5,14 @@
 
 This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
 with code 1 if there are any, or if the doctor itself fails; torchrun then makes a report of its
-own, and ends ranks that are still at work after destroy_process_group(). It looks at steps 1, 2, 3,
-4, 8, 16, 32, ... and every 100th of each optimizer (the steps that it prints are those of all), at
-the first four passes of each DataLoader, at the data set of a DistributedSampler once and, at the
-end, at numbers of steps, learning rates, schedules and, without DDP, buffers. A look at a step
-reads all weights. A collective that waits longer than 20 s, or the script's or its library's own
-limit, fails, and the line of each rank is shown; --timeout changes this limit, not those of
-new_group. (Tried with Gloo, not NCCL.)
+own, and ends ranks that are still at work after destroy_process_group(). As one finding may hide
+another, run it again when it is fixed. It looks at steps 1, 2, 3, 4, 8, 16, 32, ... and every 100th
+of each optimizer (the steps that it prints are those of all), at the first four passes of each
+DataLoader, at the data set of a DistributedSampler once and, at the end, at numbers of steps,
+learning rates, schedules and, without DDP, buffers. A look at a step reads all weights. A
+collective that waits longer than 20 s, or the script's or its library's own limit, fails, and the
+line of each rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo,
+not NCCL.)
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
@@ -374,16 +375,16 @@ class Doctor:
         return new
 
     def before_next(self, iterator):
-        if self.draws_order(iterator):
+        if self.begins(iterator):  # then, its sampler may draw the seed of an order
             self.before_seed()
 
-    def draws_order(self, iterator):
+    def begins(self, iterator):
         known = self.iterators.get(iterator)
-        return iterator in self.shuffled and known is not None and known.yielded == 0
+        return known is not None and known.yielded == 0
 
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
-        if self.draws_order(iterator):
+        if self.begins(iterator):
             self.after_seed()
         if self.store is None or not torch.is_grad_enabled():
             return
@@ -639,9 +640,9 @@ def step_counts(state, params):
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made;
-    random.seed and, modulo 2**32, numpy.random.seed, too. Draw what ranks share, as an order, from a generator
-    of its own.
+    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made
+    and after any other seed, as of an evaluation; random.seed and, modulo 2**32, numpy.random.seed, too. Draw
+    what ranks share, as an order, from a generator of its own.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
     # Once may be a decision of all.
     return "", {name: drawn for name, drawn in state.draws.items() if len(drawn) == 3}

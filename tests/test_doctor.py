@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
-from torch.utils.data import RandomSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import RandomSampler, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 class Model(nn.Module):
     def __init__(self):
@@ -174,6 +174,8 @@ if kind == "subset":
     train_set = Subset(train_set, range(rank, 64, 2))
 if kind == "one seed":  # draws an order and seeds, but no data, and each rank has files of its own
     train_set = Subset(Files(), range(32))
+if kind == "one seed, by a sampler":
+    loader = DataLoader(Files(), batch_size=4, sampler=SubsetRandomSampler(range(32)))
 if kind == "noisy files":
     train_set = Noisy()
 shuffling = ["shuffle", "shuffle, one batch", "shuffle, one seed", "table", "subset"]
@@ -249,7 +251,7 @@ if kind == "schedule, after another":
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
 numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
-if kind in ("dropout", "one seed", "noisy files", "shuffle, one seed"):
+if kind in ("dropout", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
@@ -449,7 +451,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed"]
+RIGHT += ["one seed", "one seed, by a sampler"]
 
 
 @pytest.fixture
