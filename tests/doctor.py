@@ -896,10 +896,13 @@ def random_states():
         state = digest(g.get_state())
         found[f"torch's ({g.device})"] = state if state != seeded(g.device, g.initial_seed()) else ""
     python = random.getstate()
-    found["Python's random"] = digest(repr(python)) if python[1][-1] != 624 else ""  # a new seed sets this position
-    if "numpy" in sys.modules:
-        state = sys.modules["numpy"].random.get_state(legacy=False)
-        found["NumPy's"] = digest(state) if state["state"].get("pos") != 624 else ""
+    new = python[1][0] == 2**31 and python[1][-1] == 624  # as random.seed() leaves them
+    found["Python's random"] = "" if new else digest(repr(python))
+    if numpy := sys.modules.get("numpy"):
+        state = numpy.random.get_state(legacy=False)
+        key, position = (state["state"].get(name) for name in ("key", "pos"))  # of other kinds, there are none
+        new = position == 624 and numpy.array_equal(key, numpy.random.RandomState(key[0]).get_state()[1])
+        found["NumPy's"] = "" if new else digest(state)
     return found
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import random
 import re
 import types
 
@@ -273,6 +274,8 @@ for epoch in range(13 if kind.endswith("late") else 4):
         numpy.random.rand()
     if kind == "one seed":
         torch.manual_seed(max(2, epoch)), numpy.random.seed(epoch), random.random()
+    if kind == "one seed, by a sampler":
+        random.seed(epoch)
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
@@ -524,6 +527,13 @@ def test_lists_of_a_data_set_are_compared_but_not_the_folder_of_a_rank():
     assert hashed(0, range(9)) == hashed(1, range(9))
     backwards = hashed(1, range(9)[::-1])
     assert all(ours != theirs for ours, theirs in zip(hashed(0, range(9)), backwards, strict=True))
+
+
+def test_draws_that_end_a_block_of_624_numbers_are_no_seeds():
+    numpy.random.seed(0), random.seed(0)
+    before = doctor.random_states()
+    numpy.random.rand(312), [random.random() for _ in range(312)]
+    assert {*doctor.drawn_between(before, doctor.random_states())} == {"Python's random", "NumPy's"}
 
 
 def test_a_metric_that_is_added_up_when_it_computes():
