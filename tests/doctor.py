@@ -256,15 +256,16 @@ class Doctor:
 
     def compare(self):
         """On rank 0, compare what all ranks have left."""
-        for (place, key, count), (when, facts) in list(self.waiting.items()):
-            others = [f"{place} {key} {count} {rank}" for rank in self.ranks[1:]]
-            if self.store.check(others):
-                del self.waiting[place, key, count]
-                texts = [facts, *map(self.store.get, others)]
-                for other in others:  # or the store would grow all the time
-                    self.store.delete_key(other)
-                for check, *ranks in zip(CHECKS[place], *map(json.loads, texts), strict=True):
-                    self.judge(*check, when, *zip(*ranks, strict=True))
+        keys = {look: [" ".join(map(str, [*look, rank])) for rank in self.ranks[1:]] for look in self.waiting}
+        # The last is asked for first: when it is there, so are those before it, which may be its cause.
+        there = [look for look in reversed(keys) if self.store.check(keys[look])]
+        for look in reversed(there):
+            when, facts = self.waiting.pop(look)
+            texts = [facts, *map(self.store.get, keys[look])]
+            for key in keys[look]:  # or the store would grow all the time
+                self.store.delete_key(key)
+            for check, *ranks in zip(CHECKS[look[0]], *map(json.loads, texts), strict=True):
+                self.judge(*check, when, *zip(*ranks, strict=True))
 
     def judge(self, look, compare, word, when, kinds, found):
         """On rank 0, say what a check finds. Things of unequal kinds are not comparable."""

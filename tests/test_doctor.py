@@ -488,6 +488,34 @@ def test_right(kind, loop):
     assert "nothing found" in output and "my own error" not in output
 
 
+def test_cause_that_arrives_with_what_follows(capsys):
+    """Rank 1 leaves both while rank 0 asks for them, and rank 0 still judges the cause first."""
+
+    class Store(torch.distributed.HashStore):
+        def check(self, keys):
+            found = super().check(keys)
+            if late:
+                leave_both(ranks[1])
+            return found
+
+    def leave_both(rank):
+        rank.look("batches", "", 3, "x", batches.hashes)
+        rank.look("loader", "", 3, batches)
+
+    batches, late = doctor.Batches("x"), False
+    for batch in torch.rand(32, 2).split(8):
+        batches.add([batch])
+    ranks, store = (doctor.Doctor(None), doctor.Doctor(None)), Store()
+    for number, rank in enumerate(ranks):
+        rank.rank, rank.ranks, rank.store = number, range(2), store
+    leave_both(ranks[0])
+    late = True
+    ranks[0].compare()
+    ranks[0].compare()
+    assert not ranks[0].waiting and len(findings(capsys.readouterr().err)) == 1
+    assert ranks[0].said == ["mistake: ranks get the same batches"]
+
+
 def test_samples_of_long_epochs():
     """Few are kept, and still compared; none after a repetition, which may be of another epoch."""
     rows = torch.arange(40_000.0).view(-1, 2)
