@@ -66,14 +66,14 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (No second copy of the gradients takes memory.)
+    # (Gradients lie in the buckets that are sent, so they take memory only once.)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Dropout differs by rank. (Of integers, unlike strings, hash() is the same in every run.)
+        # Dropout differs by rank, epoch and resume. (hash() of integers is the same in each run.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
@@ -86,7 +86,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Before each save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
+            # It reports before each save, as a loss that is not finite then ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # len(train_set) marks the epoch as complete, for any number of processes.
+                # A complete epoch counts as the whole set: fewer processes would add steps to it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -168,7 +168,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # a rank died, but NCCL's all-reduce returned
+    if ranks != dist.get_world_size():  # a rank died, and NCCL returned without it
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -261,7 +261,7 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, on `device`. Each tensor of indices, which is there, too, makes one
+    # The images are in memory, on `device`, and so are the indices, of which each tensor makes a
     # batch. For a data set of files, whose items are on the CPU, let workers make the batches:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)

@@ -7,7 +7,8 @@
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and with two processes on CPUs, both end on the same bits. (DDP also
-copies rank 0's buffers in every step. Training does not use them, so here, only `evaluate` does.)
+copies rank 0's buffers in every step. Here, only `evaluate` copies them, as training does not use
+them.)
 """
 
 import contextlib
@@ -72,7 +73,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # It has the parameter's shape and memory layout, which may be channels_last.
+            # It has the parameter's shape and layout, such as channels_last, but no gaps.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +96,7 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages (on a GPU, later kernels wait, not Python). Begin a new round."""
+        """Wait for the averages, and begin a new round. (On a GPU, only later kernels wait.)"""
         self.work.wait()
         self.work = None
         self.pending = set(self.views)
@@ -120,10 +121,11 @@ class GradientAverager:
 
     `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each when it is full and
     those before it are sent, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704);
-    "flat" sends one message in average(), if all have one dtype; "per-parameter" sends one per
-    parameter there, and waits for it before the next. Gradients are dense. A parameter that no
-    rank has used gets zeros. With "bucketed", a backward() that lacks its no_sync() raises
-    RuntimeError. Between backward() and average(), a p.grad may be half a sum: do not read it.
+    "flat" sends one message in average(), if all have one dtype; "per-parameter" sends one for
+    each parameter, also in average(), and waits for it before the next. Gradients have to be dense.
+    A parameter that no rank has used gets zeros. With "bucketed", a backward() that lacks its
+    no_sync() raises RuntimeError. Between backward() and average(), a p.grad may be half a sum: do
+    not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -209,14 +211,14 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (No second copy of the gradients takes memory.)
+    # (Gradients lie in the buckets that are sent, so they take memory only once.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Dropout differs by rank. (Of integers, unlike strings, hash() is the same in every run.)
+        # Dropout differs by rank, epoch and resume. (hash() of integers is the same in each run.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
@@ -229,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Before each save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
+            # It reports before each save, as a loss that is not finite then ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # len(train_set) marks the epoch as complete, for any number of processes.
+                # A complete epoch counts as the whole set: fewer processes would add steps to it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -312,7 +314,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # a rank died, but NCCL's all-reduce returned
+    if ranks != dist.get_world_size():  # a rank died, and NCCL returned without it
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -405,7 +407,7 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, on `device`. Each tensor of indices, which is there, too, makes one
+    # The images are in memory, on `device`, and so are the indices, of which each tensor makes a
     # batch. For a data set of files, whose items are on the CPU, let workers make the batches:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)

@@ -32,7 +32,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
-# 3. split the data. drop_last gives equal shares here, and whole batches in the loader
+# 3. split the data. drop_last: here, for equal shares; in the loader, for whole batches
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
@@ -74,7 +74,7 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
+    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: if a terminal
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # the last pass of a step
