@@ -805,7 +805,8 @@ def owner_and_names(params):
 def plain_attributes(model):
     """Yield names and values of the tensors and arrays that are no parameters and no buffers."""
     for prefix, part in model.named_modules():
-        if type(part).__module__.startswith("torchmetrics."):  # which adds them up when it computes
+        # torchmetrics adds them up when it computes; the older spectral norm makes weights of its vectors.
+        if type(part).__module__.startswith("torchmetrics.") or known_to_torch(part):
             continue
         for name, value in vars(part).items():
             if has_bytes(value) and not getattr(value, "requires_grad", False):
@@ -815,11 +816,14 @@ def plain_attributes(model):
 def own_buffers(model):
     """Yield names and buffers, but not the statistics of layers, of which rank 0's are enough."""
     for name, part in model.named_modules():
-        # BatchNorm's, the ranges that quantization-aware training observes, spectral norm's vectors
-        owners = [part, *part._forward_pre_hooks.values()]  # the older spectral norm is a hook
-        known = any(type(x).__module__.startswith(("torch.ao.", "torch.nn.utils.")) for x in owners)
-        if not known and not isinstance(part, _NormBase):
+        if not known_to_torch(part) and not isinstance(part, _NormBase):
             yield from part.named_buffers(name, recurse=False)
+
+
+def known_to_torch(module):
+    """Return whether it has ranges of quantization-aware training, or spectral norm's vectors."""
+    owners = [module, *module._forward_pre_hooks.values()]  # the older spectral norm is a hook
+    return any(type(x).__module__.startswith(("torch.ao.", "torch.nn.utils.")) for x in owners)
 
 
 class Batches:

@@ -225,11 +225,11 @@ model = Model()
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
-if kind == "older spectral norm":
-    model.head = nn.utils.spectral_norm(model.head)
+if kind.endswith("older spectral norm"):
+    model.layers[0] = nn.utils.spectral_norm(model.layers[0])
 model.head.requires_grad_(not kind.startswith("unfrozen"))
 options = {"static_graph": kind == "static", "find_unused_parameters": kind == "unused"}
-options |= {"broadcast_buffers": False} if kind == "its own buffers" else {}
+options |= {"broadcast_buffers": False} if kind.startswith(("its own buffers", "each rank's")) else {}
 ddp = DistributedDataParallel(model, **options)
 other = nn.Linear(4, 4)
 other.register_buffer("mean", torch.zeros(4))
@@ -338,7 +338,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
             other_optimizer.zero_grad()
         if kind.startswith("schedule"):
             cosine.step()
-        if kind.endswith("spectral norm") and rank == 0:  # as a GAN draws samples
+        if kind.endswith("spectral norm") and (rank == 0 or kind.startswith("each")):  # as a GAN draws samples
             with torch.no_grad():
                 model(samples)
         if ema:
@@ -454,7 +454,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm"]
 
 
 @pytest.fixture
