@@ -1,6 +1,7 @@
 """What all tests share: starting the scripts, by torchrun or at once; and a small MNIST."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -114,6 +115,7 @@ def in_dir(folder, function, *arguments):
 
 
 def be_rank(log, env, target, *arguments):
+    gc.freeze()  # whoever looks at all objects would copy the memory that this fork shares
     os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
