@@ -562,6 +562,8 @@ def test_draws_that_end_a_block_of_624_numbers_are_no_seeds():
     before = doctor.random_states()
     numpy.random.rand(312), [random.random() for _ in range(312)]
     assert {*doctor.drawn_between(before, doctor.random_states())} == {"Python's random", "NumPy's"}
+    numpy.random.seed([0, 1]), random.seed("a")
+    assert doctor.drawn_between(before, doctor.random_states()) == {}
 
 
 def test_a_metric_that_is_added_up_when_it_computes():
