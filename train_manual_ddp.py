@@ -7,8 +7,7 @@
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and with two processes on CPUs, both end on the same bits. (DDP also
-copies rank 0's buffers in every step. Here, only `evaluate` copies them, as training does not use
-them.)
+copies rank 0's buffers in every step. Here, only `evaluate` copies them, as only it uses them.)
 """
 
 import contextlib
