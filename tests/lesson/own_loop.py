@@ -74,7 +74,7 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: if a terminal
+    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: not in logs
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # the last pass of a step
