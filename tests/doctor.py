@@ -48,6 +48,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
   one that counts epochs, or that rounding has moved by more than a few steps
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
+- spectral norm's vectors, which differ by rank if DDP does not broadcast buffers
 - buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
   that modules make only in their first pass
 - random numbers of a generator of the script's own (torch.Generator, numpy.random.default_rng), or
