@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # It has the parameter's shape and layout, such as channels_last, but no gaps.
+            # It has the parameter's shape and order in memory, such as channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -134,11 +134,11 @@ class GradientAverager:
             tensor.detach().copy_(dense)
         self.sync, self.accumulating = sync, False
         first, others = CAPACITIES[sync]
-        groups, size, capacity = [], 0, first
+        groups, size = [], 0
         # backward() begins with the last layer, so this is the order in which buckets fill.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
-            if not groups or size >= capacity or p.dtype != groups[-1][0].dtype:
-                capacity = others if groups else first
+            full = size >= (first if len(groups) == 1 else others)
+            if not groups or full or p.dtype != groups[-1][0].dtype:
                 groups.append([])
                 size = 0
             groups[-1].append(p)
@@ -204,13 +204,13 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # SGD's rule
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Gradients lie in the buckets that are sent, so they take memory only once.)
+    # (Each gradient is a part of a tensor that is sent, so it takes memory only once.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -230,7 +230,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # It reports before each save, as a loss that is not finite then ends the run.
+            # Report before each save: if the loss is not finite, this ends the run instead.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -240,7 +240,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A complete epoch is the whole set, or fewer processes would add steps to it.
+                # At its end, an epoch counts as the whole set: what was left out stays left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -406,8 +406,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, on `device`, and so are the indices, of which each tensor makes a
-    # batch. For a data set of files, whose items are on the CPU, let workers make the batches:
+    # The images are in memory, on `device`. The sampler is a list of index tensors, also there,
+    # and each takes a whole batch out of them. For files, let workers make the batches, on the CPU:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
