@@ -42,7 +42,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   drawn for the first batch of a pass alone
 - a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
   sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
-- vocabularies that differ by rank, in a tokenizer or another object of a data set
+- vocabularies that differ by rank, in a tokenizer or another object of a data set, or in a global
 - one order in all epochs by other causes, such as itertools.cycle
 - a data set that a rank shuffles after its first epoch
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
@@ -50,7 +50,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
 - spectral norm's vectors, which differ by rank if DDP does not broadcast buffers
 - buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
-  that modules make only in their first pass
+  that modules make only in their first pass, or that an object in them has that is no module
 - random numbers of a generator of the script's own (torch.Generator, numpy.random.default_rng), or
   of a loader's workers alone
 - weights that differ between its looks, or after the last; optimizers that not all ranks step
@@ -515,10 +515,10 @@ class Doctor:
         if self.rank == 0:
             self.wait_until(self.lines, 5)
             lines = [self.store.get(key).decode() for key in self.lines if self.store.check([key])]
-            remedy = "All ranks have to reach the same collectives. If one was only slow, give it"
-            remedy += " time: --timeout SECONDS, in front of the script."
+            lines.append("All ranks have to reach the same collectives: give them equally many batches, and all-reduce")
+            lines.append("what decides. If one was only slow: --timeout SECONDS, in front of the script.")
             if all(lines):
-                self.say("mistake: ranks have waited for others in vain", "", *lines, remedy)
+                self.say("mistake: ranks have waited for others in vain", "", *lines)
             self.store.set("explained", "")
 
     def tell(self, place):
@@ -653,7 +653,8 @@ def random_numbers(state, params):
 @check("batches", overlap)
 def batches(name, hashes):
     """ranks get the same batches
-    Give each rank its own: a DistributedSampler, a share of an IterableDataset, a seed.
+    Give each rank its own: a DistributedSampler, or a share of an IterableDataset. Another seed is enough only
+    where samples are drawn at random, not where they are shuffled.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
     # A repeated batch, such as all of a small data set, counts each time.
     return "", {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
@@ -663,20 +664,23 @@ def batches(name, hashes):
 def integers(batches):
     """ranks get the same integers, such as labels
     If they are those of samples, these are the same: give each rank a share of its own."""
-    return "", {f"integers in {batches.name}": batches.integers}
+    # What comes back from batch to batch, such as positions, does not tell of samples.
+    distinct = {i: hashes for i, hashes in batches.integers.items() if len({*hashes}) > len(hashes) / 2}
+    return "", {f"integer tensor {i + 1} in {batches.name}": hashes for i, hashes in distinct.items()}
 
 
 @check("loader", common, "suspicion")
 def samples(batches):
     """ranks go through the same samples, in orders of their own
-    Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, and set_epoch."""
+    Give each a share: a DistributedSampler, whose data set, seed and epoch are the same on all ranks. Of an
+    IterableDataset, or in a sampler of your own: order[rank::world_size], of one order on all ranks."""
     return "", batches.facts()
 
 
 @check("tensors", differ, "suspicion")
 def plain_tensors(model, state):
     """tensors that DDP does not see to differ
-    If they should be equal, all-reduce what they are updated from.
+    If they should be equal, all-reduce the sums and counts of each batch before you update them.
     leggedrobotics/rsl_rl#226"""
     alone = [] if state.copied else own_buffers(model)
     return tensors([*alone, *(x for x in plain_attributes(model) if x[0] in state.plain)])
@@ -685,7 +689,8 @@ def plain_tensors(model, state):
 @check("buffers", differ)
 def buffers(model):
     """buffers differ, as each rank has updated them by itself
-    All-reduce what they are updated from. (DDP would take rank 0's, and drop the others'.)
+    All-reduce the sums and counts of each batch before you update them. (DDP would take rank 0's statistics, and
+    drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     return tensors(own_buffers(model))
 
@@ -836,17 +841,19 @@ class Batches:
 
     def __init__(self, name):
         self.name, self.number = name, 0
-        self.hashes, self.integers = [], []
+        self.hashes, self.integers = [], collections.defaultdict(list)
         self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
 
     def add(self, batch):
         self.number += 1
         remember(self.hashes, batch)
         leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and has_bytes(x)]
-        # Labels and tokens tell of samples that each rank augments in its own way.
+        # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
+        # itself, as others, such as images of bytes, may be augmented; many are one, as of boxes.
         integers = [x for x in leaves if not x.is_floating_point() and x.numel() >= 8]
-        if integers:
-            remember(self.integers, integers)
+        for i, part in enumerate([integers] if len(integers) > 9 else integers):
+            if isinstance(part, list) or (part != part[:1]).any():  # a mask or a task may be all the same
+                remember(self.integers[i], part)
         # Most tensors of a batch have a row for each sample; a mask for all of them has not.
         sizes = collections.Counter(len(x) for x in leaves if x.dim())
         parts = [x for x in leaves if x.dim() and x.numel() and len(x) == max(sizes, key=sizes.get)]
@@ -931,7 +938,8 @@ def due(count):
 def listed(dataset, prefix="", depth=3):
     """Return hashes, by name, of the lists, tables, arrays and label maps of a data set, and of those within it."""
     found, prefix = {}, prefix or type(dataset).__name__
-    for name, value in getattr(dataset, "__dict__", {}).items():
+    few = isinstance(dataset, dict) and len(dataset) < 100  # of columns, say, not of samples
+    for name, value in (dataset if few else getattr(dataset, "__dict__", {})).items():
         with contextlib.suppress(Exception):  # of what cannot be read so
             parts = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
             for i, part in enumerate(parts):

@@ -52,9 +52,10 @@ class Deck(IterableDataset):  # all samples, to each rank, in an order of its ow
     def __iter__(self):
         return iter(samples[:64][torch.randperm(64)])
 
-class Labelled(IterableDataset):  # all samples, to each rank, each of which changes them in its own way
+class Labelled(IterableDataset):  # of samples that each rank changes in its own way, all or, if right, its own
     def __iter__(self):
-        return ((sample + torch.randn(4), i) for i, sample in enumerate(samples[:64]))
+        for i in range(rank, 64, 2) if kind == "positions" else range(64):
+            yield samples[i] + torch.randn(4), torch.randint(99, (9,)), i, torch.arange(9), torch.ones(9).int()
 
 class Turns(IterableDataset):  # without an end: in each pass, a rank has what the other had in the one before
     def __iter__(self):
@@ -150,6 +151,8 @@ if kind == "own split":
 if kind == "rows":  # as of Hugging Face's data sets
     column = types.SimpleNamespace(to_pylist=lambda: torch.randperm(64).tolist())
     train_set._indices = types.SimpleNamespace(slice=lambda *_: types.SimpleNamespace(column=lambda _: column))
+if kind == "encodings":
+    train_set.encodings = {"text": [f"text {i}" for i in torch.randperm(64)]}
 if kind == "lengths":
     train_set = TensorDataset(samples[: 64 - rank])
 if kind == "classes":
@@ -193,7 +196,7 @@ if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
     loader = DataLoader(train_set, batch_size=64)
-if kind == "labelled":
+if kind in ("labelled", "positions"):
     loader = DataLoader(Labelled(), batch_size=8)
 if kind == "volumes":  # the corners of which are empty
     volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
@@ -404,7 +407,10 @@ MISTAKES = {
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
     "Smith42/astroPT#61: each rank shuffles": ("deck", "suspicion: .*ranks go through the same samples.*: samples in"),
     "Smith42/astroPT#61, beside masks": ("masked deck", "suspicion: .*ranks go through the same samples.*: samples in"),
-    "Smith42/astroPT#61: each rank augments": ("labelled", "suspicion: .*same integers, .*: integers in batches of"),
+    "Smith42/astroPT#61: each rank augments": (
+        "labelled",
+        "suspicion: .*same integers, .*: integer tensor 2 in batches of Labelled;",
+    ),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
@@ -422,6 +428,7 @@ MISTAKES = {
     "a split by hand, without a seed": ("own split", "suspicion: the data set of .*: Subset.indices;"),
     "a split by a mask": ("lengths", "suspicion: the data set of .*: samples: 64 on rank 0, 63 on rank 1, TensorD"),
     "Hugging Face's train_test_split": ("rows", "suspicion: the data set of .*: TensorDataset._indices;"),
+    "a split by hand, of columns in a dict": ("encodings", "suspicion: the data set of .*: TensorDataset.encodings.te"),
     "pytorch-forecasting#2293: classes from a set": ("classes", "suspicion: the data set of .*: TensorDataset.cl"),
     "an unsorted list": ("list", "suspicion: the data set of .*: list.entries;"),
     "an unsorted list, and Subset": ("items", "suspicion: the data set of .*: Subset.dataset.items;"),
@@ -454,7 +461,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "positions"]
 
 
 @pytest.fixture
