@@ -742,7 +742,7 @@ def data_sets(sampler):
 @check("order", alike)
 def same_order(sampler, again, learns):
     """a DistributedSampler gives the same order in two epochs
-    Before each epoch: sampler.set_epoch(epoch), or epoch + 1, where a loader's workers are a pass ahead.
+    Before each pass: sampler.set_epoch(number of the pass), or that + 1, where a loader's workers are a pass ahead.
     lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, cszn/KAIR#106"""
     found = again and sampler.shuffle and sampler.num_samples > 4
     return "", {described(sampler.dataset): ""} if found else {}

@@ -193,11 +193,13 @@ def spied(folder, *command):
 
 def test_each_rank_and_epoch_has_a_seed_of_its_own_in_every_run(flags, tmp_path):
     seeds = []
-    for folder in (tmp_path / "1", tmp_path / "2"):
+    for run, seed in enumerate((0, 0, 1)):
+        folder = tmp_path / str(run)
         folder.mkdir()
-        finish(spied, folder, DDP, *flags)
+        finish(spied, folder, DDP, *flags, "--seed", seed)
         seeds.append({(path.name, seed) for path in folder.glob("seeds*") for seed in path.read_text().split()})
     assert seeds[0] == seeds[1] and len(seeds[0]) == len({seed for _, seed in seeds[0]}) == 4
+    assert not seeds[0] & seeds[2]
 
 
 @pytest.mark.parametrize(

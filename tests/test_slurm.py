@@ -84,13 +84,13 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
 
 
 def test_one_process_per_gpu(slurm, submit, tmp_path):
-    """torchrun is a stub, as there may be no GPU; Slurm says how many there are, or nothing."""
+    """torchrun is a stub, as there may be no GPU; Slurm says how many there are, or nothing. More than CPUs, too."""
     (tmp_path / "torchrun").write_text("#!/bin/sh\necho $OMP_NUM_THREADS torchrun $*\n")
     (tmp_path / "torchrun").chmod(0o755)
-    for flag, threads in {"--gres=gpu:2": 8, "--gpus-per-node=0": 1}.items():
-        env = {"NPROC_PER_NODE": "gpu", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for flag, processes, threads in (("--gres=gpu:2", "gpu", 8), ("--gpus-per-node=0", "gpu", 1), ("--mem=0", 17, 1)):
+        env = {"NPROC_PER_NODE": processes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         log = slurm.finish(submit(flags=("--nodes=1", flag), **env))[2]
-        assert re.search(f"(?m)^{threads} torchrun .* --nproc-per-node=gpu ", log), log
+        assert re.search(f"(?m)^{threads} torchrun .* --nproc-per-node={processes} ", log), log
 
 
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
