@@ -8,8 +8,8 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. The last one saves 120 s before its time is up, is
-# requeued, and resumes; one that fails is not requeued. One without --checkpoint begins anew if Slurm
+# Add --account and --partition as your site asks. With --checkpoint, a job saves 120 s before its time
+# is up, is requeued, and resumes; a job that fails is not requeued. Without, it begins anew if Slurm
 # requeues it. Submit in the training script's directory, which all nodes see. A flag of sbatch wins
 # over its line below, as does --gres=gpu:8; if it contradicts one, sbatch names the line to remove.
 # To train in a container, export one of these, for pyxis or for apptainer:
@@ -60,7 +60,8 @@ start_torchrun() {
 }
 
 # bash acts on a signal only when no command runs in the foreground, so srun is in the background.
-# It starts one task per node, whatever sbatch was told, with the function that `declare -f` prints.
+# It starts one task per node, whatever sbatch was told. Each runs start_torchrun, which `declare -f`
+# prints for it.
 # shellcheck disable=SC2086 # some variables are several words, or none
 srun --export=ALL --ntasks="$SLURM_NNODES" $cpus $gpus --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
     ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \

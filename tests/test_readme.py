@@ -33,6 +33,7 @@ LESSONS = fenced("python")
 LESSON_FILES = ("one_gpu.py", "many_gpus.py", "own_loop.py")
 ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / name).read_text() for name in LESSON_FILES)
 PRINTS = {  # what a command begins with, and what it prints; all others train
+    "python -c ": "",
     "diff ": "< from torch.nn.parallel import DistributedDataParallel\n",
     "python tests/benchmark.py": "| --sync flat |",
     "python tests/overlap.py": "```mermaid\ngantt\n",
