@@ -17,7 +17,8 @@ not NCCL.)
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
   noise, hidden states, or what each input sets anew
-- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up
+- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up, dates, or
+  classes that all draw alike
 - ranks take their parts of what all have loaded, or split samples of their own that are in no
   attribute of the data set
 - data sets differ in what they have read so far (a cache), or are shares of one table
@@ -34,8 +35,9 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   - few of them are distinct, or it has taken less than half of them after 5,000 batches
   - they do not come from a DataLoader, or it yields a whole epoch before the first step, or an epoch
     of fewer than three batches
-- or in the same order, if each augments them, and no 8 integers, such as labels, are in a batch, or
-  if neither a DataLoader yields them nor DDP gets them, with nothing of the rank's own
+- or in the same order, if each augments them, and a batch has no 8 integers but numbers of samples and
+  masks, an epoch has fewer than 8 batches, or two of the first 8 have the same integers
+- or in any order, if neither a DataLoader yields them nor DDP gets them, with nothing of the rank's own
 - samples that some ranks validate on and others train on, unless random_split of the same data set,
   with the same attributes, or the data sets of DistributedSamplers show it
 - the same random numbers, if ranks draw unequal numbers of them (padding, rejection), or if they are
@@ -90,7 +92,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -602,14 +604,14 @@ def common(mine, *others):
     return sorted(found)
 
 
-def overlap(mine, *others):
-    """Return the names of lists of which ranks have a half in common, one perhaps ahead."""
+def overlap(mine, *others, part=0.5):
+    """Return the names of lists of which ranks have a half in common, or another part, one perhaps ahead."""
     found = set()
     for (name, values), facts in itertools.product(mine.items(), others):
         places = {value: i for i, value in enumerate(facts.get(name, []))}
         ahead = {value: i - places[value] for i, value in enumerate(values) if value in places}
         most = max(collections.Counter(ahead.values()).values(), default=0)
-        found |= {name} if most >= max(3, len(values) / 2) else set()
+        found |= {name} if most >= max(3, len(values) * part) else set()
     return sorted(found)
 
 
@@ -653,20 +655,23 @@ def random_numbers(state, params):
 @check("batches", overlap)
 def batches(name, hashes):
     """ranks get the same batches
-    Give each rank its own: a DistributedSampler, or a share of an IterableDataset. Another seed is enough only
-    where samples are drawn at random, not where they are shuffled.
+    Give each rank its own: a DistributedSampler, or a share of an IterableDataset. A seed of its own is enough
+    only where samples are drawn at random, not where each rank shuffles all of them.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
     # A repeated batch, such as all of a small data set, counts each time.
     return "", {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
 
 
-@check("loader", overlap, "suspicion")
+@check("loader", functools.partial(overlap, part=0.9), "suspicion")
 def integers(batches):
     """ranks get the same integers, such as labels
-    If they are those of samples, these are the same: give each rank a share of its own."""
-    # What comes back from batch to batch, such as positions, does not tell of samples.
-    distinct = {i: hashes for i, hashes in batches.integers.items() if len({*hashes}) > len(hashes) / 2}
-    return "", {f"integer tensor {i + 1} in {batches.name}": hashes for i, hashes in distinct.items()}
+    If they are those of samples, these are the same: give each rank a share of its own. If they are drawn, as
+    negatives are: a seed of its own. If the ranks share them on purpose, as dates: it is right."""
+    # What comes back from batch to batch, such as a task, does not tell of samples; nor do numbers of which none
+    # comes back, as they may count the samples of a share.
+    found = {name: hashes for name, hashes in batches.integers.items() if len({*hashes}) == len(hashes) > 7}
+    numbers = {name for name, values in batches.values.items() if len({*values}) == len(values)}
+    return "", {f"batch{name} in {batches.name}": hashes for name, hashes in found.items() if name not in numbers}
 
 
 @check("loader", common, "suspicion")
@@ -841,19 +846,25 @@ class Batches:
 
     def __init__(self, name):
         self.name, self.number = name, 0
-        self.hashes, self.integers = [], collections.defaultdict(list)
+        self.hashes, self.integers, self.values = [], collections.defaultdict(list), collections.defaultdict(list)
         self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
 
     def add(self, batch):
         self.number += 1
         remember(self.hashes, batch)
-        leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and has_bytes(x)]
+        leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(batch)[0] if isinstance(x, torch.Tensor)]
+        leaves = {name: x for name, x in leaves if has_bytes(x)}
         # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
-        # itself, as others, such as images of bytes, may be augmented; many are one, as of boxes.
-        integers = [x for x in leaves if not x.is_floating_point() and x.numel() >= 8]
-        for i, part in enumerate([integers] if len(integers) > 9 else integers):
-            if isinstance(part, list) or (part != part[:1]).any():  # a mask or a task may be all the same
-                remember(self.integers[i], part)
+        # itself, as others, such as images of bytes, may be augmented; small ones, as of boxes, together.
+        integers = {name: x for name, x in leaves.items() if not x.is_floating_point()}
+        large = {name: x for name, x in integers.items() if x.numel() >= 8}
+        small = {" (small tensors)": [x for name, x in integers.items() if name not in large]}
+        for name, part in {**large, **small}.items() if self.number <= 255 else ():
+            if tell_of_samples(part):
+                remember(self.integers[name], part)
+            if not isinstance(part, list) and part.dim() == 1 and len(self.values[name]) < 5000:
+                self.values[name] += part.tolist()
+        leaves = leaves.values()
         # Most tensors of a batch have a row for each sample; a mask for all of them has not.
         sizes = collections.Counter(len(x) for x in leaves if x.dim())
         parts = [x for x in leaves if x.dim() and x.numel() and len(x) == max(sizes, key=sizes.get)]
@@ -874,6 +885,15 @@ class Batches:
 
     def facts(self):
         return {f"samples in {self.name}": [self.below, self.place, [*self.samples.items()]]}
+
+
+def tell_of_samples(integers):
+    """Return whether ranks with other samples have other integers: not a task, a mask, or positions."""
+    if isinstance(integers, list):
+        return sum(x.numel() for x in integers) >= 8
+    others = integers[integers != integers.flatten()[0]]
+    mask = integers.dim() > 1 and not (others != others[:1]).any()
+    return bool((integers != integers[:1]).any()) and not mask
 
 
 def remember(hashes, thing):

@@ -52,10 +52,12 @@ class Deck(IterableDataset):  # all samples, to each rank, in an order of its ow
     def __iter__(self):
         return iter(samples[:64][torch.randperm(64)])
 
-class Labelled(IterableDataset):  # of samples that each rank changes in its own way, all or, if right, its own
+class Labelled(IterableDataset):  # of samples that each rank changes in its own way: all or, if right, a share
     def __iter__(self):
-        for i in range(rank, 64, 2) if kind == "positions" else range(64):
-            yield samples[i] + torch.randn(4), torch.randint(99, (9,)), i, torch.arange(9), torch.ones(9).int()
+        for i in range(64):
+            label, places = (i + 64 * rank * (kind != "labelled")) ** 2 % 23, torch.arange(9) + i // 8
+            alike = {"number": i, "mask": torch.arange(9) < random.Random(i).randrange(9), "places": places}
+            yield samples[i] + torch.randn(4), {"bytes": torch.randint(99, (9,)), "label": label, **alike}
 
 class Turns(IterableDataset):  # without an end: in each pass, a rank has what the other had in the one before
     def __iter__(self):
@@ -196,7 +198,7 @@ if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
     loader = DataLoader(train_set, batch_size=64)
-if kind in ("labelled", "positions"):
+if kind in ("labelled", "own labels"):
     loader = DataLoader(Labelled(), batch_size=8)
 if kind == "volumes":  # the corners of which are empty
     volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
@@ -409,7 +411,7 @@ MISTAKES = {
     "Smith42/astroPT#61, beside masks": ("masked deck", "suspicion: .*ranks go through the same samples.*: samples in"),
     "Smith42/astroPT#61: each rank augments": (
         "labelled",
-        "suspicion: .*same integers, .*: integer tensor 2 in batches of Labelled;",
+        "suspicion: .*same integers, .*: batch.1..'label'. in batches of Labelled;",
     ),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
@@ -461,7 +463,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "positions"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels"]
 
 
 @pytest.fixture

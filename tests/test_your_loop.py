@@ -477,7 +477,7 @@ def not_finite():
 QUESTIONS = {  # what the page says, and what shows that it is so
     "With `num_workers=0`, seed these two yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "keep the gradient of your own": gather_with_gradient,
+    "where this rank's part keeps its gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "when the weights are equal, and update it on each rank. Before you evaluate it, broadcast": averaged,
