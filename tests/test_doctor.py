@@ -55,9 +55,12 @@ class Deck(IterableDataset):  # all samples, to each rank, in an order of its ow
 class Labelled(IterableDataset):  # of samples that each rank changes in its own way: all or, if right, a share
     def __iter__(self):
         for i in range(64):
-            label, places = (i + 64 * rank * (kind != "labelled")) ** 2 % 23, torch.arange(9) + i // 8
+            label, places = (i + 64 * rank * (kind == "own labels")) ** 2 % 23, torch.arange(9) + i // 8
             alike = {"number": i, "mask": torch.arange(9) < random.Random(i).randrange(9), "places": places}
             yield samples[i] + torch.randn(4), {"bytes": torch.randint(99, (9,)), "label": label, **alike}
+
+def boxes(batch):  # as for detection, labels by image
+    return torch.stack([sample for sample, _ in batch]), [torch.tensor([more["label"]] * 3) for _, more in batch]
 
 class Turns(IterableDataset):  # without an end: in each pass, a rank has what the other had in the one before
     def __iter__(self):
@@ -198,8 +201,8 @@ if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
     loader = DataLoader(train_set, batch_size=64)
-if kind in ("labelled", "own labels"):
-    loader = DataLoader(Labelled(), batch_size=8)
+if kind in ("labelled", "labelled boxes", "own labels"):
+    loader = DataLoader(Labelled(), batch_size=8, collate_fn=boxes if kind == "labelled boxes" else None)
 if kind == "volumes":  # the corners of which are empty
     volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
     loader = DataLoader(volumes, batch_size=2)
@@ -413,6 +416,7 @@ MISTAKES = {
         "labelled",
         "suspicion: .*same integers, .*: batch.1..'label'. in batches of Labelled;",
     ),
+    "boxes that each rank augments": ("labelled boxes", "suspicion: .*same integers, .*: batch .small tensors. in"),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
