@@ -47,6 +47,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - vocabularies that differ by rank, in a tokenizer or another object of a data set, or in a global
 - one order in all epochs by other causes, such as itertools.cycle
 - a data set that a rank shuffles after its first epoch
+- draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
   one that counts epochs, or that rounding has moved by more than a few steps
 - weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
