@@ -679,7 +679,7 @@ def integers(batches):
 def samples(batches):
     """ranks go through the same samples, in orders of their own
     Give each a share: a DistributedSampler, whose data set, seed and epoch are the same on all ranks. Of an
-    IterableDataset, or in a sampler of your own: order[rank::world_size], of one order on all ranks."""
+    IterableDataset, or in a sampler of your own: every W-th of one order that is the same on all W ranks."""
     return "", batches.facts()
 
 

@@ -326,6 +326,10 @@ def gather_with_gradient():
         values["loss"].backward()
         found = zip(model.parameters(), expected, strict=True)
         assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
+    sums = torch.ones(3, requires_grad=True)
+    total = eval(re.search(r"gather\(sums.*", right)[0], values | {"sums": sums})
+    total.sum().backward()
+    assert total.tolist() == [2, 2, 2] == sums.grad.tolist()  # which DDP divides by world_size
 
 
 def rank_0_is_busy(words):
@@ -477,7 +481,7 @@ def not_finite():
 QUESTIONS = {  # what the page says, and what shows that it is so
     "With `num_workers=0`, seed these two yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "where this rank's part keeps its gradient": gather_with_gradient,
+    "Only this rank's part has a gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "when the weights are equal, and update it on each rank. Before you evaluate it, broadcast": averaged,
