@@ -17,8 +17,8 @@ not NCCL.)
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
   noise, hidden states, or what each input sets anew
-- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up, dates, or
-  classes that all draw alike
+- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up, dates,
+  classes that all draw alike, or a random order of which each takes its share
 - ranks take their parts of what all have loaded, or split samples of their own that are in no
   attribute of the data set
 - data sets differ in what they have read so far (a cache), or are shares of one table
@@ -645,9 +645,9 @@ def step_counts(state, params):
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If they make noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after the model is made
-    and after any other seed, as of an evaluation; random.seed and, modulo 2**32, numpy.random.seed, too. Draw
-    what ranks share, as an order, from a generator of its own.
+    If ranks share what is drawn, as an order of which each takes its part, it is right: draw it from a
+    generator of its own. If it makes noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after
+    the model is made and after any other seed; random.seed and, modulo 2**32, numpy.random.seed, too.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
     # Once may be a decision of all.
     return "", {name: drawn for name, drawn in state.draws.items() if len(drawn) == 3}
@@ -656,8 +656,8 @@ def random_numbers(state, params):
 @check("batches", overlap)
 def batches(name, hashes):
     """ranks get the same batches
-    Give each rank its own: a DistributedSampler, or a share of an IterableDataset. A seed of its own is enough
-    only where samples are drawn at random, not where each rank shuffles all of them.
+    Where they come from a data set, give each rank its own: a DistributedSampler, or a share of an
+    IterableDataset. Where they are drawn, as noise or windows of a text, give each rank a seed of its own.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
     # A repeated batch, such as all of a small data set, counts each time.
     return "", {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
@@ -695,8 +695,8 @@ def plain_tensors(model, state):
 @check("buffers", differ)
 def buffers(model):
     """buffers differ, as each rank has updated them by itself
-    All-reduce the sums and counts of each batch before you update them. (DDP would take rank 0's statistics, and
-    drop the others'.)
+    All-reduce the sums and counts of each batch before you update them, or all-gather what a queue takes. (DDP
+    would take rank 0's statistics, and drop the others'.)
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     return tensors(own_buffers(model))
 
