@@ -6,59 +6,43 @@
 This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
 with code 1 if there are any, or if the doctor itself fails; torchrun then makes a report of its
 own, and ends ranks that are still at work after destroy_process_group(). As one finding may hide
-another, run it again when it is fixed. It looks at steps 1, 2, 3, 4, 8, 16, 32, ... and every 100th
-of each optimizer (the steps that it prints are those of all), at the first four passes of each
-DataLoader, at the data set of a DistributedSampler once and, at the end, at numbers of steps,
-learning rates, schedules and, without DDP, buffers. A look at a step reads all weights. A
-collective that waits longer than 20 s, or the script's or its library's own limit, fails, and the
-line of each rank is shown; --timeout changes this limit, not those of new_group. (Tried with Gloo,
-not NCCL.)
+another, run it again when it is fixed.
+
+It looks at
+- the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
+  every 100th, and at the end; the steps that it prints are those of all optimizers
+- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass gets, in lists
+  and dicts. It knows a sample by its bytes or, if each rank augments them, by 8 integers of a batch
+- buffers and other tensors of a model, before DDP's forward passes, or without DDP at the end
+- what torch's global generators, random and numpy.random have drawn between two steps
+- random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
+- the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
+- collectives that wait longer than 20 s, or the script's or its library's own limit. They fail, and
+  the line of each rank is shown. --timeout changes this limit, not those of new_group. With NCCL,
+  torch shows the lines, below `Stack trace of the failed collective`.
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, inner optimizers, experts, tensor parallelism; and in buffers,
-  noise, hidden states, or what each input sets anew
-- ranks agree on purpose: one replay buffer, prompts that all encode, batches to warm up, dates,
-  classes that all draw alike, or a random order of which each takes its share
-- ranks take their parts of what all have loaded, or split samples of their own that are in no
-  attribute of the data set
-- data sets differ in what they have read so far (a cache), or are shares of one table
+- ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches
+- ranks agree on purpose: one replay buffer, dates, or a random order of which each takes its share
+- ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
-- an evaluation draws its batches outside of no_grad, between two steps
-- a second pass, phase, run or model, or a search for a learning rate, goes through an order again
-- rank 0 alone makes such a search
+- a second phase, model or search for a learning rate goes through an order again
 
-"Nothing found" is no proof. What it is known not to see:
-- how a loss is divided; pairs that a contrastive loss misses; a metric that is not all-reduced
-- BatchNorm's statistics at an evaluation; repeated samples, if its loop is not under no_grad
-- a rank that trains on another's samples in another order, if
-  - each augments a part of them, pads features, or has them in lists or in tensors of one dimension
-  - few of them are distinct, or it has taken less than half of them after 5,000 batches
-  - they do not come from a DataLoader, or it yields a whole epoch before the first step, or an epoch
-    of fewer than three batches
-- or in the same order, if each augments them, and a batch has no 8 integers but numbers of samples and
-  masks, an epoch has fewer than 8 batches, or two of the first 8 have the same integers
-- or in any order, if neither a DataLoader yields them nor DDP gets them, with nothing of the rank's own
-- samples that some ranks validate on and others train on, unless random_split of the same data set,
-  with the same attributes, or the data sets of DistributedSamplers show it
-- the same random numbers, if ranks draw unequal numbers of them (padding, rejection), or if they are
-  drawn for the first batch of a pass alone
-- a missing set_epoch, if a whole epoch's order is taken before its first step (by workers, or by a
-  sampler around the sampler), if each epoch has a sampler of its own, or if it is not torch's
-- vocabularies that differ by rank, in a tokenizer or another object of a data set, or in a global
-- one order in all epochs by other causes, such as itertools.cycle
-- a data set that a rank shuffles after its first epoch
+"Nothing found" is no proof, as it sees nothing else. Above all, it does not see
+- how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
+- BatchNorm's statistics at an evaluation, and weights that no optimizer has, such as averages (EMA)
+- samples that ranks share in other orders, if there are few, if they are augmented, padded, or in no
+  tensor of two dimensions, or if no DataLoader yields them
+- samples that some ranks validate on and others train on, unless by random_split
+- random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
+  draw unequal numbers
+- one order in all epochs, if not by torch's DistributedSampler, or if workers take it before the
+  first step
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
-- the length of any schedule but OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, or of
-  one that counts epochs, or that rounding has moved by more than a few steps
-- weights that no optimizer has: frozen ones, averages of the weights (EMA), models outside of DDP
-- spectral norm's vectors, which differ by rank if DDP does not broadcast buffers
-- buffers outside of DDP and of the optimizer's model, as of a normalizer or a loss, and tensors
-  that modules make only in their first pass, or that an object in them has that is no module
-- random numbers of a generator of the script's own (torch.Generator, numpy.random.default_rng), or
-  of a loader's workers alone
-- weights that differ between its looks, or after the last; optimizers that not all ranks step
-- batches of other things than lists and dicts of tensors
-- batches and buffers under torch.compile(ddp); steps under torch.compile of the optimizer's step
+- vocabularies that differ by rank
+- what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
+  steps under torch.compile of the optimizer's step
+
 It does not compare sharded parameters (DTensor, FSDP2), does not know FSDP1, DeepSpeed, CUDA graphs
 or `Join`, and does not reach processes that the script starts by itself (mp.spawn).
 """
