@@ -31,8 +31,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
 - BatchNorm's statistics at an evaluation, and weights that no optimizer has, such as averages (EMA)
-- samples that ranks share in other orders, if there are few, if they are augmented, padded, or in no
-  tensor of two dimensions, or if no DataLoader yields them
+- samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
+  no tensor of two dimensions
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
@@ -315,7 +315,7 @@ class Doctor:
 
     def after_wrapping(self, _, ddp, *args, **kwargs):
         state = self.wrappers[ddp] = types.SimpleNamespace(key=next(self.number["DDP"]), passes=0)
-        state.inputs = []
+        state.batches = Batches(f"inputs of {type(ddp.module).__name__}")
         state.plain = [name for name, _ in plain_attributes(ddp.module)]
         state.copied = ddp.broadcast_buffers
 
@@ -330,10 +330,11 @@ class Doctor:
         state = self.wrappers[ddp]
         state.passes += 1
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
-            remember(state.inputs, [inputs, kwargs])
+            state.batches.add([inputs, kwargs])
             if state.passes < 255:
-                name = f"inputs of {type(ddp.module).__name__}"
-                self.look("batches", state.key, state.passes, name, state.inputs)
+                self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
+            if 2 < state.passes <= 5000:  # without a DataLoader, too, each rank may go through all samples
+                self.look("inputs", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
             if state.copied:
                 self.look("buffers", state.key, state.passes, ddp.module)
@@ -659,6 +660,7 @@ def integers(batches):
     return "", {f"batch{name} in {batches.name}": hashes for name, hashes in found.items() if name not in numbers}
 
 
+@check("inputs", common, "suspicion")
 @check("loader", common, "suspicion")
 def samples(batches):
     """ranks go through the same samples, in orders of their own
@@ -823,7 +825,7 @@ def known_to_torch(module):
 
 
 class Batches:
-    """What a loader has yielded: hashes of the first 255 batches, of their integers, and of samples.
+    """What a loader has yielded, or DDP was given: hashes of the first 255 batches, of their integers, and of samples.
 
     Of the samples of the first 5,000 batches, it keeps the 500 or so of the lowest hashes, which on
     all ranks are of the same samples, each with its place.

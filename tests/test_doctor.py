@@ -291,6 +291,9 @@ for epoch in range(13 if kind.endswith("late") else 4):
         queue, fetched = SimpleQueue(), chain(batches, [None])
         threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
         batches = iter(queue.get, None)
+    if kind in ("own order", "own share"):  # of tensors, without a loader
+        part = samples[:64] if kind == "own order" else samples[rank:64:2]
+        batches = (part[indices] for indices in torch.randperm(len(part)).split(len(part) // 8))
     if kind == "two at once":
         batches = (ours for ours, _ in zip(batches, loader))
     if kind.endswith("one batch"):
@@ -411,6 +414,7 @@ MISTAKES = {
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
     "Smith42/astroPT#61: rank 0 is ahead": ("shifted stream", "ranks get the same batches"),
     "Smith42/astroPT#61: each rank shuffles": ("deck", "suspicion: .*ranks go through the same samples.*: samples in"),
+    "each rank shuffles tensors": ("own order", "suspicion: .*ranks go through the same samples.*: samples in inputs"),
     "Smith42/astroPT#61, beside masks": ("masked deck", "suspicion: .*ranks go through the same samples.*: samples in"),
     "Smith42/astroPT#61: each rank augments": (
         "labelled",
@@ -467,7 +471,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
 
 
 @pytest.fixture
