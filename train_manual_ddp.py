@@ -85,7 +85,7 @@ class Bucket:
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
             torch.div(p.grad, dist.get_world_size(), out=view)
-        # One memory: where the all-reduce puts the average, the optimizer finds it, as p.grad.
+        # As p.grad is now a part of `flat`, the optimizer will find the average in it.
         # (zero_grad() sets p.grad to None. The view stays, for the next step.)
         p.grad = view
         self.pending.remove(p)
@@ -95,7 +95,7 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages, and begin a new round. (On GPUs, Python goes on.)"""
+        """Wait for the averages, and begin a new round. (On GPUs, only the GPU waits.)"""
         self.work.wait()
         self.work = None
         self.pending = set(self.views)
@@ -210,14 +210,14 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad is a view of the bucket in which it is sent, so it takes memory only once.)
+    # (Each p.grad is a part of the bucket in which it is sent, not a copy, to save memory.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Dropout differs by rank, epoch and resume. (hash() of integers is the same in each run.)
+        # Each rank draws its own dropout in each epoch. (hash() of integers is always the same.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
@@ -230,7 +230,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # Report before each save: if the loss is not finite, this ends the run instead.
+            # A report ends the run if the loss is not finite, so it comes before the save.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -240,7 +240,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # What an epoch left out counts as done, or other world sizes would train it.
+                # At the end, what was left out counts as done, or another W would train it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

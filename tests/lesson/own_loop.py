@@ -70,7 +70,7 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Dropout and augmentation differ by rank and epoch, and a resumed run draws the same.
+    # Each rank draws its own dropout and augmentation in each epoch, the same after a resume.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # parts of it, so that one all-reduce adds up all three
@@ -113,5 +113,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # it would keep threads of the process group alive
+del ddp  # or its threads may crash the process at its end
 dist.destroy_process_group()
