@@ -85,7 +85,7 @@ class Bucket:
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
             torch.div(p.grad, dist.get_world_size(), out=view)
-        # As p.grad is now a part of `flat`, the optimizer will find the average in it.
+        # As p.grad becomes a part of `flat`, the optimizer will find the average in it.
         # (zero_grad() sets p.grad to None. The view stays, for the next step.)
         p.grad = view
         self.pending.remove(p)
