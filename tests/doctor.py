@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 tests/doctor.py train.py --its --flags
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
+    ... tests/doctor.py -m package.train --its --flags    # in place of torchrun ... -m package.train
 
 This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
 with code 1 if there are any, or if the doctor itself fails; torchrun then makes a report of its
@@ -61,6 +62,7 @@ import math
 import os
 import random
 import re
+import runpy
 import sys
 import sysconfig
 import threading
@@ -99,6 +101,7 @@ def main(arguments=None):
     finds = "\n  ".join(finds)
     parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
     parser.add_argument("--timeout", type=float, help="seconds a collective may wait; default: 20")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(arguments)
@@ -120,7 +123,7 @@ def main(arguments=None):
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
     try:
-        run_script(args.script, args.arguments)
+        run_script(args.script, args.arguments, args.is_module)
         error = None
     except SystemExit as raised:
         code, error = raised.code, raised if raised.code else None
@@ -134,12 +137,17 @@ def main(arguments=None):
     sys.exit(1 if not code and broken else code)
 
 
-def run_script(script, arguments):
-    """Do what `python script arguments` does."""
-    path = os.path.abspath(script)
+def run_script(script, arguments, is_module):
+    """Do what `python script arguments` does, or `python -m script arguments`."""
+    sys.argv = [script, *arguments]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
+    if is_module:
+        sys.path[0] = os.getcwd()
+        # What the module has made lives on in `module`, for the looks at the end.
+        return module.__dict__.update(runpy.run_module(script, run_name="__main__", alter_sys=True))
+    path = os.path.abspath(script)
     module.__file__, module.__builtins__ = path, __builtins__
-    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(path))
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     with open(path, "rb") as file:
         source = file.read()
     exec(compile(source, path, "exec"), module.__dict__)

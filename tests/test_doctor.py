@@ -694,17 +694,19 @@ def test_ends_as_without(kind, code, last, loop):
 
 
 TELL = """
-import os, sys
-print(__name__, __file__, sys.argv, os.getcwd(), sys.path[0], sys.modules["__main__"].__dict__ is globals())
+import sys
+print(__name__, __package__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
 sys.exit(3)
 """
 
 
-def test_command_line(tmp_path):
+@pytest.mark.parametrize("script", [["tools/tell.py"], ["-m", "tools.tell"]], ids=str)
+def test_command_line(script, tmp_path):
     """With torchrun, all that a script sees is as without; and one process needs no doctor."""
-    (tmp_path / "tell.py").write_text(TELL)
-    plain = run(["python", "tell.py", "--timeout", 5, "-x"], cwd=tmp_path)
-    examined = run([*torchrun(1), DOCTOR, "tell.py", "--timeout", 5, "-x"], cwd=tmp_path)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "tell.py").write_text(TELL)
+    plain = run(["python", *script, "--timeout", 5, "-m"], cwd=tmp_path)
+    examined = run([*torchrun(1), DOCTOR, *script, "--timeout", 5, "-m"], cwd=tmp_path)
     assert plain.returncode == 3 and examined.returncode == 1  # torchrun's own code
     assert examined.stdout == plain.stdout and "exitcode  : 3" in examined.stderr
     assert "doctor: one process (torchrun starts more), so there was nothing to compare" in examined.stderr
