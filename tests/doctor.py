@@ -79,7 +79,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -893,10 +893,24 @@ def tell_of_samples(integers):
 
 def remember(hashes, thing):
     """Add the hash of what has tensors to the first 255."""
-    leaves = tree_leaves(thing)
+    leaves = tree_leaves(opened(thing)) if len(hashes) < 255 else ()
     # A number that all share, beside a batch that is no tensor, does not tell of samples.
-    if len(hashes) < 255 and any(isinstance(x, torch.Tensor) and x.numel() > 1 for x in leaves):
+    if any(isinstance(x, torch.Tensor) and x.numel() > 1 for x in leaves):
         hashes.append(digest(leaves))
+
+
+def opened(thing, depth=4):
+    """Return it with the attributes of an object, such as a graph, in its place, if all that they hold is known."""
+
+    def inside(leaf):
+        parts = leaf if isinstance(leaf, collections.UserDict) else getattr(leaf, "__dict__", None)
+        if not parts or not depth or callable(leaf) or isinstance(leaf, torch.Tensor):
+            return leaf
+        parts = opened(dict(parts), depth - 1)
+        known = all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in tree_leaves(parts))
+        return parts if known else leaf
+
+    return tree_map(inside, thing)
 
 
 def hashes_of_rows(tensor):

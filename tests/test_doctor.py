@@ -20,6 +20,7 @@ LOOP = """
 from itertools import chain, count, islice
 from queue import SimpleQueue
 import collections, contextlib, datetime, gc, numpy, pathlib, random, sys, threading, time, types
+import weakref
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -77,6 +78,15 @@ class Unsized(Dataset):
 def masked(batch):  # with a mask for each sample, and one for all, which is larger with 4 samples, smaller with 8
     batch = torch.stack([item if torch.is_tensor(item) else item[0] for item in batch])
     return batch, torch.ones(len(batch), 30, 30).tril(), torch.ones(70, 70).tril()
+
+class Graphs:  # as of PyTorch Geometric, with tensors in an object within
+    def __init__(self, batch):
+        mapping = {"x": torch.stack([sample for (sample,) in batch]), "edges": torch.arange(8)}
+        self.store = types.SimpleNamespace(mapping=mapping, parent=weakref.ref(self))
+
+    @property
+    def opaque(self):
+        return self.store.mapping["x"]
 
 class Grouped(Sampler):  # as for detection
     def __init__(self, sampler):
@@ -178,7 +188,8 @@ test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" 
 loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if kind.startswith("no sampler"):
-    loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4)
+    collate = Graphs if "graphs" in kind else None
+    loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4, collate_fn=collate)
 if kind == "subset":
     train_set = Subset(train_set, range(rank, 64, 2))
 if kind == "one seed":  # draws an order and seeds, but no data, and each rank has files of its own
@@ -195,8 +206,9 @@ if kind == "grouped":
 if kind in ("deck", "turns", "masked deck"):
     collate = masked if kind == "masked deck" else None
     loader = DataLoader(Turns() if kind == "turns" else Deck(), batch_size=8, collate_fn=collate)
-if kind == "masked":
-    loader = DataLoader(train_set, batch_size=4, sampler=sampler, collate_fn=masked)
+if kind in ("masked", "graphs"):
+    collate = masked if kind == "masked" else Graphs
+    loader = DataLoader(train_set, batch_size=4, sampler=sampler, collate_fn=collate)
 if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
@@ -310,7 +322,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
     for step, batch in enumerate(batches):
         if step == {"longer": 9, "set_epoch, break": 5}.get(kind, 8):
             break
-        inputs = batch if torch.is_tensor(batch) else batch[0]
+        inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
         if kind == "volumes":
             inputs = inputs.as_subclass(torch.Tensor)[:, -4:]
         if kind in ("noisy stream", "volumes"):
@@ -330,7 +342,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
         if kind in ("gan", "generator", "added", "added late"):
             inputs = other_ddp(inputs)
         if kind == "opaque":  # samples that are no tensors, and a number for all
-            inputs, number = types.SimpleNamespace(opaque=inputs), torch.tensor(1 / (1 + step))
+            inputs, number = types.SimpleNamespace(opaque=inputs, more=object()), torch.tensor(1 / (1 + step))
         if kind in ("by hand", "statistics by hand"):
             other.mean.add_(inputs.mean(dim=0))
             other(inputs).square().mean().backward()
@@ -409,6 +421,7 @@ MISTAKES = {
     "unfrozen by a new group": ("added late", "weights differ: Linear.weight, Linear.bias; .* step 16"),
     "ReduceLROnPlateau of one rank's loss": ("plateau", "rates differ: of group 0: .* on rank 0, .* on rank 1"),
     "Wuziyi616/nerv#1: no sampler": ("no sampler", "ranks get the same batches"),
+    "no sampler for a batch that is an object": ("no sampler, graphs", "ranks get the same batches"),
     "Wuziyi616/nerv#1: no sampler, large batches": ("no sampler, large", "ranks get the same batches"),
     "Smith42/astroPT#61: IterableDataset": ("stream", "ranks get the same batches"),
     "Smith42/astroPT#61, with noise of each rank": ("noisy stream", "same batches: batches of Stream"),
@@ -471,7 +484,7 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 
 
 @pytest.fixture
