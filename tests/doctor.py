@@ -13,7 +13,8 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end; the steps that it prints are those of all optimizers
 - tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass gets, in lists
-  and dicts. It knows a sample by its bytes or, if each rank augments them, by 8 integers of a batch
+  and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or, if each
+  rank augments them, by 8 integers of a batch
 - buffers and other tensors of a model, before DDP's forward passes, or without DDP at the end
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
@@ -904,7 +905,7 @@ def opened(thing, depth=4):
 
     def inside(leaf):
         parts = leaf if isinstance(leaf, collections.UserDict) else getattr(leaf, "__dict__", None)
-        if not parts or not depth or callable(leaf) or isinstance(leaf, torch.Tensor):
+        if not parts or not depth or isinstance(leaf, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
             return leaf
         parts = opened(dict(parts), depth - 1)
         known = all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in tree_leaves(parts))

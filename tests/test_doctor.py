@@ -88,6 +88,9 @@ class Graphs:  # as of PyTorch Geometric, with tensors in an object within
     def opaque(self):
         return self.store.mapping["x"]
 
+    def __call__(self):  # as theirs has, too
+        pass
+
 class Grouped(Sampler):  # as for detection
     def __init__(self, sampler):
         self.sampler = sampler
