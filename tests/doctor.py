@@ -165,6 +165,7 @@ class Doctor:
     def __init__(self, limit):
         self.asked, self.limit, self.process = limit is not None, limit or 20, os.getpid()
         self.store, self.watcher, self.lock = None, None, threading.Lock()
+        self.stderr = sys.stderr  # which torch replaces while the main thread prints a traceback
         self.failed = False  # by an error of its own, after which it does not look
         self.limited = False  # whether collectives wait for `limit`, not for what the script has set
         self.rank = self.steps = self.passes = 0
@@ -201,7 +202,7 @@ class Doctor:
         except Exception as error:
             # If rank 0 has ended, so has the store.
             if self.rank == 0 or not isinstance(error, dist.DistError):
-                sys.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
+                self.stderr.write(f"doctor: my own error, in {look.__name__}: {error!r}\n")
                 self.failed = True
             with contextlib.suppress(Exception):
                 self.store.set("failed", "")
@@ -280,7 +281,7 @@ class Doctor:
         known = any(re.search(later, what) and re.search(cause, said) for later, cause in FOLLOWS.items())
         if what not in self.said and not known:
             self.said.append(what)
-            sys.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
+            self.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
 
     def after_step(self, optimizer, args, kwargs):
         if self.store is None:
@@ -548,7 +549,7 @@ class Doctor:
             line = f"{why}, so there was nothing to compare"
         line += " (sharded parameters were not compared)" * self.sharded
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"doctor: {line}\n")
+            self.stderr.write(f"doctor: {line}\n")
 
 
 CHECKS = collections.defaultdict(list)  # by place

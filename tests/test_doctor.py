@@ -1,5 +1,7 @@
 """The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
 
+import contextlib
+import io
 import math
 import os
 import pathlib
@@ -519,6 +521,13 @@ def test_mistake(where, loop):
 def test_right(kind, loop):
     output = finish(examine, loop, kind)
     assert "nothing found" in output and "my own error" not in output
+
+
+def test_a_finding_while_torch_prints_a_traceback(capsys):
+    examined = doctor.Doctor(None)
+    with contextlib.redirect_stderr(io.StringIO()):  # as torch does, to begin each line with [rank0]
+        examined.say("mistake: of a thread", "")
+    assert capsys.readouterr().err == "doctor: mistake: of a thread\n"
 
 
 def test_cause_that_arrives_with_what_follows(capsys):
