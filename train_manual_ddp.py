@@ -224,7 +224,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate at the middle of the step (- 0.5), so that the last one is not 0.
+            # The learning rate at the middle of the step (- 0.5), so that the last is not 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -240,7 +240,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # At the end, what was left out counts as done, or another W would train it.
+                # What an epoch leaves out counts as done, or a resume with another W would train it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -308,7 +308,7 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
 def sum_over_ranks_or_exit(numbers, device, where):
     """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
-    All ranks exit if one is missing or a sum is not finite, with an error that begins with `where`.
+    All ranks exit if a rank is missing or a sum is not finite. The error begins with `where`.
     """
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)

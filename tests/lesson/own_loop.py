@@ -36,7 +36,7 @@ val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# "spawn" would run this file again. If it hangs with workers, see the README.
+# "spawn" would run this file again. If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
