@@ -479,7 +479,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "With `num_workers=0`, call `random.seed(s)` and `numpy.random.seed(s % 2**32)`": noise,
+    "seed them with this number s, too: `random.seed(s)` and `numpy.random.seed(s % 2**32)`": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "Each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
