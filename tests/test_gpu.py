@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, finish, torchrun, weights
+from small_model import run_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FLAGS = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--epochs", 2, "--deterministic")
@@ -13,7 +14,8 @@ FLAGS = ("--dataset", "synthetic", "--train-size", 2048, "--batch-size", 32, "--
 
 def train(script, *flags, nproc=1):
     """Train a script to its end; return the hash of its weights. Where GPUs are too few, the ranks share one."""
-    output = finish(script, *FLAGS, *flags, nproc=nproc, gpu=True, share_gpu=nproc > torch.cuda.device_count())
+    env = {"nproc": nproc, "gpu": True, "share_gpu": nproc > torch.cuda.device_count()}
+    output = finish(run_script, script, *FLAGS, *flags, **env)  # the real model: --deterministic allows no other
     assert ", cuda:0, " in output and ", nccl, " in output
     assert float(re.findall(r"test_accuracy (\S+)", output)[-1]) > 0.8
     return weights(output)
