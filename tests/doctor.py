@@ -21,7 +21,7 @@ It looks at
 - the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
 - collectives that wait longer than 20 s, or the script's or its library's own limit. They fail, and
   the line of each rank is shown. --timeout changes this limit, not those of new_group. With NCCL,
-  torch shows the lines, below `Stack trace of the failed collective`.
+  it is torch that ends the ranks; which collective they do not share, torchfrtrace tells: README.md
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches
