@@ -479,9 +479,9 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "seed them with this number s, too: `random.seed(s)` and `numpy.random.seed(s % 2**32)`": noise,
+    "`random.seed(s)` and `numpy.random.seed(s % 2**32)`": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "Each rank computes the gradient of its own part": gather_with_gradient,
+    "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "when the weights are equal, and update it on each rank. Before you evaluate it, broadcast": averaged,

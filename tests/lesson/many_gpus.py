@@ -43,5 +43,5 @@ for epoch in range(3):
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
-del ddp  # or its threads may crash the process at its end
+del ddp  # or threads of Gloo may crash the process at its end
 dist.destroy_process_group()

@@ -113,5 +113,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # or its threads may crash the process at its end
+del ddp  # or threads of Gloo may crash the process at its end
 dist.destroy_process_group()
