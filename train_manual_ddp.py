@@ -232,7 +232,7 @@ def main(args):
             stop = False
             # A report ends the run if the loss is not finite, so it comes before the save.
             if save_now or step % args.log_interval == 0:
-                # 7. Let all ranks decide: a signal may reach only one, so all add up their counts.
+                # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
                 total, stop = sum_over_ranks_or_exit(numbers, device, f"step {step}")  # collective
                 speed = len(losses) * global_batch / (time.perf_counter() - start)
@@ -240,7 +240,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # What an epoch leaves out counts as done, or else another W would train it.
+                # What an epoch leaves out counts as done, or a resume with a smaller W trains it.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -313,7 +313,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # a rank died, and NCCL ended the sum early
+    if ranks != dist.get_world_size():  # a rank died, and NCCL gave up the sum without an error
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
@@ -333,7 +333,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`, which may broadcast buffers: a rank without images would not take part.
+        # Not `ddp`, whose forward pass may be a collective: a rank without images makes none.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
