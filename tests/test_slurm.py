@@ -99,9 +99,10 @@ def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py").replace("=32", "=16")
     (tmp_path / "job.sh").write_text(job.replace("\n# Add", f"\n{ENVIRONMENT}\n# Add"))
-    job = submit(flags=("--export=NONE", "--ntasks-per-node=2"), file="job.sh")
-    state, code, log = slurm.finish(job)
-    assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", 4), log
+    (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
+    for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
+        state, code, log = slurm.finish(submit(flags=flags, file="job.sh"))
+        assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", ranks), log
 
 
 def test_the_submissions_of_the_readme(slurm):
