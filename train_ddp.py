@@ -66,7 +66,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad is a part of the bucket in which it is sent, not a copy, to save memory.)
+    # (Each p.grad becomes a view of the bucket that is sent, so no gradient is held twice.)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -80,7 +80,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The learning rate at the middle of the step (- 0.5), so that the last is not 0.
+            # The rate at the middle of the step (- 0.5), as the one at the last step's end is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # What an epoch leaves out counts as done, or a resume with a smaller W trains it.
+                # A whole epoch counts its left-out samples, too: a resume must not train them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -168,7 +168,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    if ranks != dist.get_world_size():  # a rank died, and NCCL gave up the sum without an error
+    if ranks != dist.get_world_size():  # when a rank dies, NCCL may return without an error
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")

@@ -32,11 +32,11 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
-# 3. split the data. drop_last: here, for equal shares; in the loader, for whole batches
+# 3. split the data. drop_last gives equal shares. In the loader, it leaves out a last small batch.
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# "spawn" would run this file again. If "fork" hangs, see the README.
+# As this file has no `if __name__`, workers cannot use "spawn". If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
