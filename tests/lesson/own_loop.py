@@ -31,7 +31,7 @@ dist.init_process_group("nccl" if cuda else "gloo")  # 2. join the process group
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
-val_set = MNIST("data", train=False, transform=ToTensor())  # MNIST has no other; yours has
+val_set = MNIST("data", train=False, transform=ToTensor())  # as MNIST has no validation set
 # 3. split the data. drop_last gives equal shares. In the loader, it leaves out a last small batch.
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
@@ -73,7 +73,7 @@ for epoch in range(first_epoch, EPOCHS):
     # Each rank draws its own dropout and augmentation in each epoch, the same after a resume.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    loss_sum, samples, hits = sums  # views of it, so that one all-reduce adds up all three
+    loss_sum, samples, hits = sums  # views of it: after +=, one all-reduce adds up all three
     bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: not in logs
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
