@@ -12,6 +12,7 @@
 # is up, is requeued, and resumes; a job that fails is not requeued. Without, it begins anew if Slurm
 # requeues it. Submit in the training script's directory, which all nodes see. A flag of sbatch wins
 # over its line below, as does --gres=gpu:8; if it contradicts one, sbatch names the line to remove.
+# Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export one of these, for pyxis or for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

@@ -59,7 +59,7 @@ def main():
                     sys.exit(job.output())
                 hashes.append(weights(job.output()))
                 print(f"{kills} kills: {job.output().count('  loss ')} steps, {hashes[-1]}", flush=True)
-            pause = 0.5 * (time.monotonic() - began) / args.kills  # so that something is left after the last one
+            pause = 0.5 * (time.monotonic() - began) / max(args.kills, 1)  # something is left after the last
     sys.exit(None if hashes[0] == hashes[1] else "the weights differ")
 
 
