@@ -73,6 +73,7 @@ save_and_stop() {
     echo 'time is nearly up: saving'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
+    { sleep 60 && kill -USR1 "$srun"; } 2>/dev/null & # ranks that were still starting ignored it
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1

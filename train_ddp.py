@@ -458,4 +458,5 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())  # not parsed in `main`, as @record would swallow the exit of --help
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives up its handler before it ends
     dist.destroy_process_group()

@@ -33,12 +33,14 @@ PASSWD = Path("/etc/passwd")
 SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs", 2, "--data-dir")
 
 # What takes the place of a training. Asked to stop, it takes a second to save, or 6. It writes lines in one piece.
+# If it is late, it starts when there is a file for that.
 WORKER = """import os, signal, sys, time
 def save(*_):
     time.sleep(6 if "slow" in sys.argv else 1)
     print("saving", flush=True)  # which must not fail
     open(__file__ + os.environ["RANK"], "w")
     sys.exit(3 if "fail" in sys.argv else 0)
+while "late" in sys.argv and not os.path.exists(__file__ + ".start"): time.sleep(0.1)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGUSR1, save)
 names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")

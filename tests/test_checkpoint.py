@@ -151,16 +151,22 @@ def test_a_single_weight_that_is_not_finite_is_not_saved(tmp_path):
         train_ddp.save_checkpoint(SimpleNamespace(checkpoint=tmp_path / "ck.pt"), model, None, 0, 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1])
 def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
-    killed = how == signal.SIGKILL
+    """Or the ranks get USR1, again and again until they have ended."""
     with Background(*torchrun(2), SMALL_MODEL, DDP, *saving, log=tmp_path / "log", PAUSE=0.2) as job:
         job.wait_for("epoch 1  step 7 ")
-        job.process.send_signal(how)
-        assert job.wait() == (-9 if killed else 1)  # 1 though all workers, to which it passes the signal on, return 0
+        if how != signal.SIGUSR1:
+            job.process.send_signal(how)
+        else:
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                while True:
+                    job.kill(0, how)
+        # 1 though all workers, to which it passes the signal on, return 0.
+        assert job.wait() == {signal.SIGKILL: -9, signal.SIGUSR1: 0}.get(how, 1)
         finish(MANUAL, *saving)
         assert not job.pids()
-        assert job.output().count(STOPPED) == (not killed)
+        assert job.output().count(STOPPED) == (how != signal.SIGKILL)
         assert "epoch 2  step 10 " not in job.output()  # they did not end by having finished
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 

@@ -159,6 +159,18 @@ def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_p
     assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job)
 
 
+def test_a_notice_while_the_ranks_still_start(slurm, submit, tmp_path):
+    """They ignore it; it comes again, after 60 s, or fewer here."""
+    job = submit("--checkpoint", "late", file=edited(tmp_path, "sleep 60", "sleep 10"))
+    wait_until(lambda: any(f"-u {tmp_path}/worker.py" in line for line in slurm.nodes[0].processes().values()))
+    slurm.command(*NEAR_THE_LIMIT, job)
+    wait_until(lambda: "time is nearly up" in slurm.log(job))
+    (tmp_path / "worker.py.start").touch()
+    wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
+    (tmp_path / "worker.py.end").touch()
+    assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job)
+
+
 def test_an_array_requeues_the_one_job_that_asks_for_it(slurm, submit, tmp_path):
     """The last job of an array has the number of the whole array."""
     array = submit("--checkpoint", flags=(*ONE_PROCESS, "--array=0-1"))
