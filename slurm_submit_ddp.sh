@@ -73,7 +73,8 @@ save_and_stop() {
     echo 'time is nearly up: saving'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    { sleep 60 && kill -USR1 "$srun"; } 2>/dev/null & # ranks that were still starting ignored it
+    # Ranks that were still starting have ignored it: it comes again if srun is there after 60 s.
+    timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
 [[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1

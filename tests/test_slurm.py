@@ -161,7 +161,7 @@ def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_p
 
 def test_a_notice_while_the_ranks_still_start(slurm, submit, tmp_path):
     """They ignore it; it comes again, after 60 s, or fewer here."""
-    job = submit("--checkpoint", "late", file=edited(tmp_path, "sleep 60", "sleep 10"))
+    job = submit("--checkpoint", "late", file=edited(tmp_path, "timeout 60", "timeout 10"))
     wait_until(lambda: any(f"-u {tmp_path}/worker.py" in line for line in slurm.nodes[0].processes().values()))
     slurm.command(*NEAR_THE_LIMIT, job)
     wait_until(lambda: "time is nearly up" in slurm.log(job))
