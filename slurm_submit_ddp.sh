@@ -8,12 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. With --checkpoint, a job saves 120 s before its time
-# is up, is requeued, and resumes; a job that fails is not requeued. Without, it begins anew if Slurm
-# requeues it. Submit in the training script's directory, which all nodes see. A flag of sbatch wins
-# over its line below, as does --gres=gpu:8; if it contradicts one, sbatch names the line to remove.
-# Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
-# To train in a container, export one of these, for pyxis or for apptainer:
+# Add --account and --partition as your site asks. Submit it in the training script's directory, on a
+# disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
+# and resumes. Without, a job begins anew when Slurm requeues it, as after a preemption. A job that
+# fails is not requeued. sbatch's flags replace the lines below, and --gres=gpu:8 replaces that of the
+# GPUs. If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
+# --ntasks-per-gpu alone: each node has one task, torchrun.
+# To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
 
@@ -37,11 +38,12 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun's one task on a node gets the CPUs and GPUs of all the tasks that sbatch was asked for.
+# Below, srun starts one task on each node, with the CPUs and GPUs of all tasks that sbatch was asked
+# for. The variables unset here would give it those of one, or with --gpus-per-node=0 --gpus=3 none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
-unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # which srun would obey, too
+unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
@@ -51,7 +53,8 @@ echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $rest
 start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
-    # torchrun counts the GPUs for `gpu`. If Slurm has not counted them, a process gets one thread.
+    # With `gpu`, torchrun starts a process for each GPU that it sees. How many Slurm may not know:
+    # then a process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # Where this is unset, torch starts one thread per process, or one for each core of the node.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
