@@ -36,7 +36,8 @@ val_set = MNIST("data", train=False, transform=ToTensor())  # as MNIST has no va
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# As this file has no `if __name__`, workers cannot use "spawn". If "fork" hangs, see the README.
+# Other ways to start workers, such as Python 3.14's default, need an `if __name__ == "__main__":`.
+# If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
@@ -74,7 +75,7 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # views of it: after +=, one all-reduce adds up all three
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: not in logs
+    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # the last pass of a step
