@@ -38,8 +38,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
-- one order in all epochs, if not by torch's DistributedSampler, or if workers take it before the
-  first step
+- one order in all epochs, if not by torch's DistributedSampler or a class made of it, or if workers
+  take it before the first step
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -114,6 +114,7 @@ def main(arguments=None):
         doctor.hook(module, "destroy_process_group", before=doctor.before_destroy)
     for module in (torch.utils.data, torch.utils.data.dataset):
         doctor.hook(module, "random_split", after=doctor.after_split)
+    doctor.hook(DistributedSampler, "__init__", after=doctor.after_sampler)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
     doctor.hook(DataLoader, "__iter__", before=doctor.before_seed, after=doctor.after_iter)
     doctor.hook(_BaseDataLoaderIter, "__next__", before=doctor.before_next, after=doctor.after_next)
@@ -176,6 +177,7 @@ class Doctor:
         self.optimizers, self.states = weakref.WeakKeyDictionary(), []
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self.classes = {DistributedSampler}  # whose orders it follows
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
@@ -425,26 +427,37 @@ class Doctor:
         length = 0 if warm_up > steps else length  # it counts epochs, which do not become fewer
         self.schedules[id(scheduler)] = type(scheduler).__name__, length, steps, warm_up
 
-    def follow(self, order, sampler):
+    def after_sampler(self, _, sampler, *args, **kwargs):
+        """Follow the orders of a class of the script's own, too. Of which samples they are is not known."""
+        owner = next(x for x in type(sampler).__mro__ if "__iter__" in vars(x))
+        if owner not in self.classes and issubclass(owner, DistributedSampler):
+            self.classes.add(owner)
+            self.hook(owner, "__iter__", after=lambda *both: self.follow(*both, known=False))
+
+    def follow(self, order, sampler, known=True):
         """Pass a sampler's order on, and look at it when it is used up or given up."""
-        if sampler not in self.samplers:
-            self.safely(self.before_order, sampler)
-        head, used_up = list(itertools.islice(order, 1000)), False
+        self.safely(self.before_order, sampler, known)
+        # What a class of the script's own counts while it yields would be ahead after a look ahead.
+        head, used_up = list(itertools.islice(order, 1000 if known else 0)), False
         steps, learns = self.steps, torch.is_grad_enabled()
         try:
             yield from head
-            yield from order
+            for index in order:
+                head += [index] if len(head) < 1000 else []
+                yield index
             used_up = True
         finally:
-            self.safely(self.after_order, sampler, head, steps, learns, used_up)
+            self.safely(self.after_order, sampler, head, steps, learns, used_up, known)
 
-    def before_order(self, sampler):
+    def before_order(self, sampler, known):
         # The head and the end (in steps) are those of the last order that was trained on.
-        self.samplers[sampler] = types.SimpleNamespace(head=None, ended=0, peeked=-math.inf)
-        name = type(sampler.dataset).__name__
-        self.look("data set", name, next(self.number["data set", name]), sampler)
+        new = types.SimpleNamespace(head=None, ended=0, peeked=-math.inf, known=False)
+        state, name = self.samplers.setdefault(sampler, new), type(sampler.dataset).__name__
+        if known and not state.known:
+            state.known = True
+            self.look("data set", name, next(self.number["data set", name]), sampler)
 
-    def after_order(self, sampler, head, steps, learns, used_up):
+    def after_order(self, sampler, head, steps, learns, used_up, known):
         state, again = self.samplers.get(sampler), False
         if state is None:  # the sampler is being deleted, and with it an order that nobody has used up
             return
@@ -455,10 +468,10 @@ class Doctor:
             if not trains:
                 return
         if learns and trains:
-            again = state.head == head
+            again = state.head == head and len(head) > 4
             state.head, state.ended = head, self.steps
         name = described(sampler.dataset)
-        self.look("order", name, next(self.number[name]), sampler, again, learns)
+        self.look("order", name, next(self.number[name]), sampler, again, known and not learns)
 
     def before_destroy(self, group=None):
         if group in (None, dist.group.WORLD):
@@ -742,21 +755,21 @@ def data_sets(sampler):
 
 
 @check("order", alike)
-def same_order(sampler, again, learns):
+def same_order(sampler, again, evaluates):
     """a DistributedSampler gives the same order in two epochs
     Before each pass: sampler.set_epoch(number of the pass), or that + 1, where a loader's workers are a pass ahead.
-    lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, cszn/KAIR#106"""
-    found = again and sampler.shuffle and sampler.num_samples > 4
+    lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, ultralytics/yolov5#6741"""
+    found = again and sampler.shuffle
     return "", {described(sampler.dataset): ""} if found else {}
 
 
 @check("order", alike, "suspicion")
-def repeated_samples(sampler, again, learns):
+def repeated_samples(sampler, again, evaluates):
     """a DistributedSampler repeats samples in an evaluation
     If they count: sampler=range(rank, len(dataset), world_size), and sums that are all-reduced after the loop.
     roboflow/rf-detr#1507, facebookresearch/deit#24"""
     repeated = sampler.total_size - len(sampler.dataset)
-    found = repeated > 0 and not learns
+    found = repeated > 0 and evaluates
     return "", {f"{repeated} of {described(sampler.dataset)}": ""} if found else {}
 
 

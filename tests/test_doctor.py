@@ -128,6 +128,14 @@ class Noisy(Files):
     def __getitem__(self, i):
         return (super().__getitem__(i)[0] + torch.randn(4),)
 
+class Own(DistributedSampler):  # of a rank's own samples, as YOLOv5's is
+    yielded = 0
+
+    def __iter__(self):
+        for i in torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            self.yielded += 1
+            yield i
+
 class Drawn(Dataset):  # of what draws random numbers, from files in a folder of each rank
     def __init__(self, base):
         self.base, self.names = base, [f"/scratch/{rank}/{i}.png" for i in range(64)]
@@ -206,6 +214,9 @@ if kind == "noisy files":
 shuffling = ["shuffle", "shuffle, one batch", "shuffle, one seed", "table", "subset"]
 if kind in (*shuffling, "files", "paths", "one seed", "noisy files"):
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
+if "own class" in kind:
+    sampler = Own(Files())
+    loader = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
 if kind == "grouped":
     loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
 if kind in ("deck", "turns", "masked deck"):
@@ -327,6 +338,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
     for step, batch in enumerate(batches):
         if step == {"longer": 9, "set_epoch, break": 5}.get(kind, 8):
             break
+        assert "own class" not in kind or sampler.yielded == 4 * (8 * epoch + step + 1)  # none ahead
         inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
         if kind == "volumes":
             inputs = inputs.as_subclass(torch.Tensor)[:, -4:]
@@ -471,6 +483,7 @@ MISTAKES = {
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
+    "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 32"),
@@ -486,7 +499,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaque", "cycle", "destroys not", "by hand"]
-RIGHT += ["eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
+RIGHT += ["own class", "eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
