@@ -137,8 +137,8 @@ class GradientAverager:
         groups, size = [], 0
         # backward() begins with the last layer, so this is the order in which buckets fill.
         for p in reversed([p for p in model.parameters() if p.requires_grad]):
-            closed = size >= (first if len(groups) == 1 else others)
-            if not groups or closed or p.dtype != groups[-1][0].dtype:
+            capacity = first if len(groups) == 1 else others  # of the bucket that is being filled
+            if not groups or size >= capacity or p.dtype != groups[-1][0].dtype:
                 groups.append([])
                 size = 0
             groups[-1].append(p)
