@@ -25,10 +25,12 @@ It looks at
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches
-- ranks agree on purpose: one replay buffer, dates, or a random order of which each takes its share
+- ranks agree on purpose: one replay buffer, dates, points of a boundary, or a random order of which
+  each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
-- a second phase, model or search for a learning rate goes through an order again
+- a second phase, model or search for a learning rate goes through an order again, as do validation
+  batches that are taken one by one between the steps, or a class made of DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
@@ -38,8 +40,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
-- one order in all epochs, if not by torch's DistributedSampler or a class made of it, or if workers
-  take it before the first step
+- one order in all epochs, if not by one DistributedSampler or class made of it, or if workers take it
+  before the first step
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -295,7 +297,7 @@ class Doctor:
                 self.look("DataLoader", "", next(self.number["DataLoader"]), dataset)
             self.used[key] = self.steps
         self.fetched = {}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters(optimizer)
         if optimizer not in self.optimizers:
             self.meet(optimizer, params)
         state = self.optimizers[optimizer]
@@ -303,6 +305,7 @@ class Doctor:
             state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
+        state.versions = versions(optimizer)
         before, state.random = state.random, random_states()
         for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
@@ -401,7 +404,9 @@ class Doctor:
         if state.batches.number == 0:
             state.steps = self.steps
         state.batches.add(batch)
-        if self.steps > state.steps and state.batches.number <= 5000:  # it is used for training
+        # It is used for training, not for a validation batch now and then.
+        steps = self.steps - state.steps
+        if 0 < steps <= state.batches.number * max(1, len(self.states)) and state.batches.number <= 5000:
             if state.key is None:
                 state.loader.number = state.loader.number or next(self.number["loader"])
                 state.loader.passes += 1
@@ -436,10 +441,10 @@ class Doctor:
 
     def follow(self, order, sampler, known=True):
         """Pass a sampler's order on, and look at it when it is used up or given up."""
-        self.safely(self.before_order, sampler, known)
         # What a class of the script's own counts while it yields would be ahead after a look ahead.
         head, used_up = list(itertools.islice(order, 1000 if known else 0)), False
-        steps, learns = self.steps, torch.is_grad_enabled()
+        begun = head, self.steps, torch.is_grad_enabled(), known
+        self.safely(self.before_order, sampler, begun)
         try:
             yield from head
             for index in order:
@@ -447,20 +452,22 @@ class Doctor:
                 yield index
             used_up = True
         finally:
-            self.safely(self.after_order, sampler, head, steps, learns, used_up, known)
+            self.safely(self.after_order, sampler, begun, used_up)
 
-    def before_order(self, sampler, known):
+    def before_order(self, sampler, begun):
         # The head and the end (in steps) are those of the last order that was trained on.
         new = types.SimpleNamespace(head=None, ended=0, peeked=-math.inf, known=False)
         state, name = self.samplers.setdefault(sampler, new), type(sampler.dataset).__name__
+        state.begun, known = begun, begun[-1]
         if known and not state.known:
             state.known = True
             self.look("data set", name, next(self.number["data set", name]), sampler)
 
-    def after_order(self, sampler, head, steps, learns, used_up, known):
-        state, again = self.samplers.get(sampler), False
+    def after_order(self, sampler, begun, used_up):
+        (head, steps, learns, known), state, again = begun, self.samplers.get(sampler), False
         if state is None:  # the sampler is being deleted, and with it an order that nobody has used up
             return
+        state.begun = None if state.begun is begun else state.begun
         # Of orders that are used at once, one is enough: the others are no new epochs.
         trains = self.steps > steps >= state.ended
         if not used_up and self.steps == steps:  # it peeks, or trains in this way, step by step
@@ -470,8 +477,10 @@ class Doctor:
         if learns and trains:
             again = state.head == head and len(head) > 4
             state.head, state.ended = head, self.steps
+        # A loop may turn gradients off only where it has a batch.
+        evaluates = known and (not learns or (not sampler.shuffle and self.steps == steps))
         name = described(sampler.dataset)
-        self.look("order", name, next(self.number[name]), sampler, again, known and not learns)
+        self.look("order", name, next(self.number[name]), sampler, again, evaluates)
 
     def before_destroy(self, group=None):
         if group in (None, dist.group.WORLD):
@@ -479,14 +488,16 @@ class Doctor:
 
     def finish(self, error):
         """Take the last look: the script ends, or destroys its process group."""
-        in_vain = isinstance(error, RuntimeError) and re.search(IN_VAIN, str(error))
+        # A library, such as Hydra, may have raised another error, or ended the script, because of this one.
+        causes = [x for x in causes_of(error) if isinstance(x, RuntimeError) and re.search(IN_VAIN, str(x))]
+        in_vain = causes[-1] if causes else None
         place = "" if error else "has ended"  # of an error, the script speaks itself
         if not error:
             self.look_at_end()
         if self.store is not None:
             if in_vain:
                 self.store.set("trouble", "")
-                place = script_lines(traceback.extract_tb(error.__traceback__))
+                place = script_lines(traceback.extract_tb(in_vain.__traceback__))
             self.tell(place)
         if self.watcher is not None:  # a thread that outlives the interpreter may abort it
             self.stop.set()
@@ -505,12 +516,19 @@ class Doctor:
         self.store = None
 
     def look_at_end(self):
+        optimizers = {id(state): optimizer for optimizer, state in self.optimizers.items()}
         for state in self.states:
-            self.look("optimizer", state.key, "the end", state, [])
+            # Weights that rank 0 has loaded since the last step, as those that were best, are not compared.
+            optimizer = optimizers.get(id(state))
+            whole = optimizer is not None and versions(optimizer) == state.versions
+            self.look("optimizer", state.key, "the end", state, parameters(optimizer) if whole else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
                 self.look("buffers", state.key, "the end", model)
         self.look("schedules", "", "the end", self.schedules)
+        for sampler, state in [*self.samplers.items()]:
+            if state.begun:  # in a pass that has not ended, or whose iterator lives on
+                self.after_order(sampler, state.begun, used_up=False)
 
     def watch(self):
         """In a thread: when a rank has waited in vain, say where this one is."""
@@ -596,31 +614,33 @@ def alike(mine, *others):
     return [name for name in mine if all(mine[name] == facts.get(name) for facts in others)]
 
 
-def common(mine, *others):
+def common(*ranks):
     """Return the names of lists of whose first halves ranks have many in common, in any order.
 
     The second half may be of another epoch, in which each rank has samples that were another's. Where
     W ranks draw their shares in orders of their own, two have about 1 / 2W in common: half of it is enough.
     """
-    found, enough = set(), 1 / 4 / (1 + len(others))
-    for (name, (below, length, hashes)), facts in itertools.product(mine.items(), others):
-        if name in facts:
-            low, half = min(below, facts[name][0]), min(length, facts[name][1]) // 2
+    found, enough = set(), 1 / 4 / len(ranks)
+    for mine, facts in itertools.combinations(ranks, 2):
+        for name in mine.keys() & facts.keys():
+            low, length = map(min, zip(mine[name][:2], facts[name][:2], strict=True))
             ours, theirs = (
-                {value for value, place in part if value < low and place < half} for part in (hashes, facts[name][2])
+                {value for value, place in part[name][2] if value < low and place < length // 2}
+                for part in (mine, facts)
             )
             found |= {name} if len(ours & theirs) >= max(8, enough * min(len(ours), len(theirs))) else set()
     return sorted(found)
 
 
-def overlap(mine, *others, part=0.5):
-    """Return the names of lists of which ranks have a half in common, or another part, one perhaps ahead."""
+def overlap(*ranks, part=0.5):
+    """Return the names of lists of which two ranks have a half in common, or another part, one perhaps ahead."""
     found = set()
-    for (name, values), facts in itertools.product(mine.items(), others):
-        places = {value: i for i, value in enumerate(facts.get(name, []))}
-        ahead = {value: i - places[value] for i, value in enumerate(values) if value in places}
-        most = max(collections.Counter(ahead.values()).values(), default=0)
-        found |= {name} if most >= max(3, len(values) * part) else set()
+    for mine, facts in itertools.combinations(ranks, 2):
+        for name in mine.keys() & facts.keys():
+            places = {value: i for i, value in enumerate(facts[name])}
+            ahead = {value: i - places[value] for i, value in enumerate(mine[name]) if value in places}
+            most = max(collections.Counter(ahead.values()).values(), default=0)
+            found |= {name} if most >= max(3, len(mine[name]) * part) else set()
     return sorted(found)
 
 
@@ -806,6 +826,15 @@ def last_step(factor, steps, world):
     return 0
 
 
+def parameters(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def versions(optimizer):
+    """Return by what torch tells that a tensor was changed."""
+    return [(p.data_ptr(), p._version) for p in parameters(optimizer) if has_bytes(p)]
+
+
 def owner_and_names(params):
     """Return the outermost module that has the first parameter, and names for all of them."""
     owner, names = None, {id(p): ("", "") for p in params}
@@ -827,7 +856,8 @@ def plain_attributes(model):
     """Yield names and values of the tensors and arrays that are no parameters and no buffers."""
     for prefix, part in model.named_modules():
         # torchmetrics adds them up when it computes; the older spectral norm makes weights of its vectors.
-        if type(part).__module__.startswith("torchmetrics.") or known_to_torch(part):
+        metric = any(x.__module__.startswith("torchmetrics.") for x in type(part).__mro__)
+        if metric or known_to_torch(part):
             continue
         for name, value in vars(part).items():
             if has_bytes(value) and not getattr(value, "requires_grad", False):
@@ -858,6 +888,7 @@ class Batches:
         self.name, self.number = name, 0
         self.hashes, self.integers, self.values = [], collections.defaultdict(list), collections.defaultdict(list)
         self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
+        self.first, self.constant = set(), set()
 
     def add(self, batch):
         self.number += 1
@@ -874,7 +905,13 @@ class Batches:
                 remember(self.integers[name], part)
             if not isinstance(part, list) and part.dim() == 1 and len(self.values[name]) < 5000:
                 self.values[name] += part.tolist()
-        leaves = leaves.values()
+        # What is the same in the first two batches, such as the edges of one graph, has no samples.
+        if self.number <= 2:
+            hashed = {(name, digest(x)) for name, x in leaves.items()}
+            self.constant, self.first = {name for name, _ in hashed & self.first}, hashed
+            if self.constant:
+                self.samples, self.place, self.repeats = {}, 0, False
+        leaves = [x for name, x in leaves.items() if name not in self.constant]
         # Most tensors of a batch have a row for each sample; a mask for all of them has not.
         sizes = collections.Counter(len(x) for x in leaves if x.dim())
         parts = [x for x in leaves if x.dim() and x.numel() and len(x) == max(sizes, key=sizes.get)]
@@ -918,7 +955,7 @@ def opened(thing, depth=4):
     """Return it with the attributes of an object, such as a graph, in its place, if all that they hold is known."""
 
     def inside(leaf):
-        parts = leaf if isinstance(leaf, collections.UserDict) else getattr(leaf, "__dict__", None)
+        parts = leaf if isinstance(leaf, (dict, collections.UserDict)) else getattr(leaf, "__dict__", None)
         if not parts or not depth or isinstance(leaf, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
             return leaf
         parts = opened(dict(parts), depth - 1)
@@ -1085,6 +1122,13 @@ def digest(thing, head=100_000):
             data = leaf.flat[: head and head * step : step].tobytes()
         hashed.update(data)
     return hashed.hexdigest()[:16]
+
+
+def causes_of(error):
+    """Yield an error, and those because of which, or after which, it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def script_lines(lines):

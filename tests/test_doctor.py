@@ -197,7 +197,7 @@ if kind == "cycle":  # which only the garbage collector ends, with an order that
     cycle.itself, cycle.order = cycle, iter(cycle.sampler)
     next(cycle.order)
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
-test_sampler = DistributedSampler(test_set, shuffle=False) if kind == "repeats" else range(rank, 65, 2)
+test_sampler = DistributedSampler(test_set, shuffle=False) if "repeats" in kind else range(rank, 65, 2)
 loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if kind.startswith("no sampler"):
@@ -299,9 +299,9 @@ if kind == "its own limit":
     time.sleep(5 - 5 * rank)
     dist.barrier(patient)
 
-number = 1
+number, checks = 1, iter(DataLoader(test_set, batch_size=4))
 model.train(kind != "eval")
-for epoch in range(13 if kind.endswith("late") else 4):
+for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two breaks") else 4):
     if kind == "stage late" and epoch == 6:
         first_loader, loader = loader, DataLoader(train_set, batch_size=4)
     if "set_epoch" not in kind:
@@ -328,7 +328,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
         batches = (next(iter(loader)) for _ in range(8))
     if kind == "shifted stream" and rank == 0:
         next(batches)
-    if kind.startswith("unfrozen") and epoch == (9 if kind == "unfrozen late" else 1):
+    if kind.startswith("unfrozen") and epoch == {"unfrozen late": 9, "unfrozen at last": 99}.get(kind, 1):
         model.head.requires_grad_(True)
         ddp = DistributedDataParallel(model) if kind == "unfrozen and wrapped" else ddp
     if kind == "added late" and epoch == 1:
@@ -336,7 +336,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
     if kind == "longer" and rank == 1:
         batches = [*batches] * 2
     for step, batch in enumerate(batches):
-        if step == {"longer": 9, "set_epoch, break": 5}.get(kind, 8):
+        if step == (9 if kind == "longer" else 5 if "break" in kind and "set_epoch" in kind else 8):
             break
         assert "own class" not in kind or sampler.yielded == 4 * (8 * epoch + step + 1)  # none ahead
         inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
@@ -344,6 +344,8 @@ for epoch in range(13 if kind.endswith("late") else 4):
             inputs = inputs.as_subclass(torch.Tensor)[:, -4:]
         if kind in ("noisy stream", "volumes"):
             inputs = inputs + torch.randn(len(inputs), 4, generator=noise)
+        if kind == "validated" and step % 4 == 0:  # a batch of all ranks, now and then
+            number = model(next(checks)[0]).detach().sum()
         if kind == "numpy":
             inputs = inputs + numpy.random.rand() * (1 + rank)
         if kind in ("noise", "denoising"):
@@ -393,7 +395,7 @@ for epoch in range(13 if kind.endswith("late") else 4):
     if kind == "by hand":
         dist.all_reduce(other.mean)
     tests = tests if kind == "held test" and epoch else iter(test_loader)
-    tests = [*tests] if kind in ("shuffled test", "persistent test") else tests
+    tests = [*tests] if kind in ("shuffled test", "persistent test", "repeats, with gradients") else tests
     with torch.no_grad():
         model.eval()
         total = sum(model(batch[0]).sum() for batch in tests)
@@ -417,6 +419,10 @@ for epoch in range(13 if kind.endswith("late") else 4):
         model.load_state_dict(Model().state_dict()) if epoch == 3 else None
 if kind == "extra" and rank == 1:
     optimizer.step()
+if kind == "unfrozen at last":
+    model.head.requires_grad_(True)
+    ddp(samples[rank::2]).sum().backward()
+    optimizer.step()
 if kind == "destroys not":
     sys.exit()
 if kind == "raises":
@@ -433,6 +439,7 @@ MISTAKES = {
     "jingyaogong/minimind#853, moojink/openvla-oft#160": ("module", "weights differ: layers.0.weight, layers"),
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
+    "unfrozen after wrapping, before the last step": ("unfrozen at last", "weights differ: head.weight, .* the end"),
     "unfrozen after wrapping, late": ("unfrozen late", "weights differ: head.weight, head.bias; .* step 100"),
     "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen by a new group": ("added late", "weights differ: Linear.weight, Linear.bias; .* step 16"),
@@ -484,8 +491,10 @@ MISTAKES = {
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
+    "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
+    "and gradients are turned off later": ("repeats, with gradients", "suspicion: .*repeats .* evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 32"),
     "huggingface/diffusers#3954, after a warm-up": (
         "schedule, after another",
@@ -499,7 +508,7 @@ MISTAKES = {
 }
 RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaque", "cycle", "destroys not", "by hand"]
-RIGHT += ["own class", "eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
+RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
@@ -590,6 +599,27 @@ def test_samples_of_long_epochs():
     assert doctor.common(*(share.facts() for share in shares)) == ["samples in x"]
 
 
+def test_what_two_ranks_share_that_are_not_rank_0():
+    assert doctor.overlap(*({"x": [*text]} for text in ("abc", "def", "def"))) == ["x"]
+    samples = {"x": [9, 32, [(i, i) for i in range(8)]]}
+    assert doctor.common({"x": [9, 32, []]}, samples, samples) == ["x"]
+
+
+def test_what_is_the_same_in_each_batch_has_no_samples():
+    ranks, edges = (doctor.Batches("x"), doctor.Batches("x")), torch.rand(2, 50, 50)
+    for batches in ranks:
+        for _ in range(8):
+            batches.add([*edges, torch.rand(16, 4)])
+        assert batches.place == 7 * 16
+    assert doctor.common(*(batches.facts() for batches in ranks)) == []
+
+
+def test_a_class_made_of_dict():
+    batches = doctor.Batches("x")
+    batches.add(type("OfTheScript", (dict,), {})(inputs=torch.rand(8, 2)))
+    assert len(batches.hashes) == 1
+
+
 def test_samples_are_told_apart_by_more_than_padding_and_borders():
     tokens = torch.randint(3, 99, (50, 20))
     for dtype in (torch.int64, torch.uint16):
@@ -622,7 +652,8 @@ def test_draws_that_end_a_block_of_624_numbers_are_no_seeds():
 
 
 def test_a_metric_that_is_added_up_when_it_computes():
-    module = type("Accuracy", (torch.nn.Module,), {"__module__": "torchmetrics.classification"})()
+    metric = type("Accuracy", (torch.nn.Module,), {"__module__": "torchmetrics.classification"})
+    module = type("OfTheScript", (metric,), {})()
     module.tp = torch.zeros(1)
     assert [*doctor.plain_attributes(module)] == []
 
@@ -718,6 +749,16 @@ def test_hang(kind, places, loop):
         assert found == "mistake: ranks have waited for others in vain"
         for rank, place in enumerate(places):
             assert f"        rank {rank}, after {place}, in <module>: " in ranks.output()
+
+
+def test_hang_of_which_a_library_makes_an_end_of_its_own(loop, tmp_path):
+    """As Hydra does."""
+    script = f"import runpy, sys\ntry:\n    runpy.run_path({str(loop)!r})\nexcept RuntimeError:\n    sys.exit(1)\n"
+    (tmp_path / "script.py").write_text(script)
+    with Ranks(examine, "--timeout", 3, tmp_path / "script.py", "if") as ranks:
+        assert ranks.wait() == [1, 1]
+        assert "rank 0, after 8 optimizer steps: script.py:3, in <module>: runpy.run_path" in ranks.output()
+        assert f"... loop.py:{BARRIER}, in <module>: " in ranks.output()
 
 
 @pytest.mark.parametrize(
