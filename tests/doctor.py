@@ -905,16 +905,16 @@ class Batches:
                 remember(self.integers[name], part)
             if not isinstance(part, list) and part.dim() == 1 and len(self.values[name]) < 5000:
                 self.values[name] += part.tolist()
-        # What is the same in the first two batches, such as the edges of one graph, has no samples.
+        # What is the same in the first two batches, such as the edges of one graph, does not tell their size.
         if self.number <= 2:
             hashed = {(name, digest(x)) for name, x in leaves.items()}
             self.constant, self.first = {name for name, _ in hashed & self.first}, hashed
             if self.constant:
                 self.samples, self.place, self.repeats = {}, 0, False
-        leaves = [x for name, x in leaves.items() if name not in self.constant]
         # Most tensors of a batch have a row for each sample; a mask for all of them has not.
-        sizes = collections.Counter(len(x) for x in leaves if x.dim())
-        parts = [x for x in leaves if x.dim() and x.numel() and len(x) == max(sizes, key=sizes.get)]
+        sizes = collections.Counter(len(x) for name, x in leaves.items() if x.dim() and name not in self.constant)
+        size = max(sizes, key=sizes.get, default=0)
+        parts = [x for x in leaves.values() if x.dim() and x.numel() and len(x) == size]
         if any(x.dim() > 1 for x in parts) and self.number <= 5000 and not self.repeats:
             rows = zip(*map(hashes_of_rows, parts), strict=True)
             self.add_samples([hash(row) & (2**62 - 1) for row in rows])

@@ -605,7 +605,7 @@ def test_what_two_ranks_share_that_are_not_rank_0():
     assert doctor.common({"x": [9, 32, []]}, samples, samples) == ["x"]
 
 
-def test_what_is_the_same_in_each_batch_has_no_samples():
+def test_what_is_the_same_in_each_batch_does_not_tell_its_size():
     ranks, edges = (doctor.Batches("x"), doctor.Batches("x")), torch.rand(2, 50, 50)
     for batches in ranks:
         for _ in range(8):
