@@ -39,7 +39,7 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Below, srun starts one task on each node, with the CPUs and GPUs of all tasks that sbatch was asked
-# for. The variables unset here would give it those of one, or with --gpus-per-node=0 --gpus=3 none.
+# for. The variables unset here would give it one task's, or with --gpus-per-node=0 --gpus=3 none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -53,8 +53,8 @@ echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $rest
 start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
-    # With `gpu`, torchrun starts a process for each GPU that it sees. How many Slurm may not know:
-    # then a process gets one thread.
+    # With `gpu`, torchrun starts a process for each GPU that it sees. Slurm may not know how many
+    # there are: then a process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # Where this is unset, torch starts one thread per process, or one for each core of the node.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}

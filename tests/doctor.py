@@ -11,7 +11,8 @@ another, run it again when it is fixed.
 
 It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
-  every 100th, and at the end; the steps that it prints are those of all optimizers
+  every 100th, and at the end, unless the script has changed the parameters since the last step; the
+  steps that it prints are those of all optimizers
 - tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass gets, in lists
   and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or, if each
   rank augments them, by 8 integers of a batch
@@ -29,8 +30,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
-- a second phase, model or search for a learning rate goes through an order again, as do validation
-  batches that are taken one by one between the steps, or a class made of DistributedSampler
+- an order comes again on purpose: in a second phase, model or search for a learning rate; in
+  validation batches that are taken one by one between the steps; by a class made of DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
@@ -315,6 +316,7 @@ class Doctor:
         kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
         state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random={})
         state.draws, state.model = collections.defaultdict(list), lambda: None
+        state.optimizer = weakref.ref(optimizer)
         # Where each task or parameter has an optimizer of its own, the search would take minutes.
         many = len(self.states) > 20
         unnamed = None, [f"parameter {i}" for i in range(len(params))]
@@ -516,12 +518,11 @@ class Doctor:
         self.store = None
 
     def look_at_end(self):
-        optimizers = {id(state): optimizer for optimizer, state in self.optimizers.items()}
         for state in self.states:
             # Weights that rank 0 has loaded since the last step, as those that were best, are not compared.
-            optimizer = optimizers.get(id(state))
-            whole = optimizer is not None and versions(optimizer) == state.versions
-            self.look("optimizer", state.key, "the end", state, parameters(optimizer) if whole else [])
+            optimizer = state.optimizer()
+            unchanged = optimizer is not None and versions(optimizer) == state.versions
+            self.look("optimizer", state.key, "the end", state, parameters(optimizer) if unchanged else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
                 self.look("buffers", state.key, "the end", model)
@@ -831,7 +832,7 @@ def parameters(optimizer):
 
 
 def versions(optimizer):
-    """Return by what torch tells that a tensor was changed."""
+    """Return what changes with the parameters: where they are, and torch's count of changes in place."""
     return [(p.data_ptr(), p._version) for p in parameters(optimizer) if has_bytes(p)]
 
 

@@ -484,7 +484,8 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "Update it on each rank. Before you evaluate it, broadcast": averaged,
+    "after the wrapper, because only then are the weights of all ranks equal. Update it on each rank. "
+    "Before you evaluate it, broadcast": averaged,
     "Give each model of a GAN a wrapper": two_models,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }
