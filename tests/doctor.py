@@ -30,8 +30,9 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
-- an order comes again on purpose: in a second phase, model or search for a learning rate; in
-  validation batches that are taken one by one between the steps; by a class made of DistributedSampler
+- an order comes again on purpose: in a second phase or a search for a learning rate, of the same
+  optimizer; in validation batches that are taken one by one between the steps; by a class made of
+  DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
@@ -41,8 +42,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
-- one order in all epochs, if not by one DistributedSampler or class made of it, or if workers take it
-  before the first step
+- one order in all epochs, if not by DistributedSampler or a class made of it, or if workers take it
+  before the first step, or each epoch has a new optimizer
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -181,6 +182,7 @@ class Doctor:
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
+        self.orders = weakref.WeakKeyDictionary()  # by data set, the last that was trained on, and its sampler
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
@@ -457,8 +459,8 @@ class Doctor:
             self.safely(self.after_order, sampler, begun, used_up)
 
     def before_order(self, sampler, begun):
-        # The head and the end (in steps) are those of the last order that was trained on.
-        new = types.SimpleNamespace(head=None, ended=0, peeked=-math.inf, known=False)
+        # The end (in steps) is that of the last order that was trained on.
+        new = types.SimpleNamespace(order=None, ended=0, peeked=-math.inf, known=False)
         state, name = self.samplers.setdefault(sampler, new), type(sampler.dataset).__name__
         state.begun, known = begun, begun[-1]
         if known and not state.known:
@@ -477,12 +479,20 @@ class Doctor:
             if not trains:
                 return
         if learns and trains:
-            again = state.head == head and len(head) > 4
-            state.head, state.ended = head, self.steps
+            again, state.ended = self.comes_again(head, sampler, state), self.steps
         # A loop may turn gradients off only where it has a batch.
         evaluates = known and (not learns or (not sampler.shuffle and self.steps == steps))
         name = described(sampler.dataset)
         self.look("order", name, next(self.number[name]), sampler, again, evaluates)
+
+    def comes_again(self, head, sampler, state):
+        """Return whether the last order, of this sampler or of one that is gone, was this, for the same optimizers."""
+        before, state.order = state.order, (head, len(self.states))
+        with contextlib.suppress(TypeError):  # of a data set that cannot be a key
+            old_sampler, old_order = self.orders.get(sampler.dataset, (lambda: sampler, None))
+            before = old_order if before is None and old_sampler() is None else before
+            self.orders[sampler.dataset] = weakref.ref(sampler), state.order
+        return before == state.order and len(head) > 4
 
     def before_destroy(self, group=None):
         if group in (None, dist.group.WORLD):

@@ -304,6 +304,10 @@ model.train(kind != "eval")
 for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two breaks") else 4):
     if kind == "stage late" and epoch == 6:
         first_loader, loader = loader, DataLoader(train_set, batch_size=4)
+    if "new sampler" in kind:
+        loader = DataLoader(train_set, batch_size=4, sampler=DistributedSampler(train_set))
+    if kind.endswith("new optimizer"):  # of another phase, perhaps
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     if kind == "rollouts":
@@ -491,6 +495,7 @@ MISTAKES = {
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
+    "and each epoch has a sampler": ("set_epoch, new sampler", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
@@ -512,6 +517,7 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
+RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer"]
 
 
 @pytest.fixture
