@@ -300,27 +300,25 @@ class Pairs(nn.Module):
 
 
 def gather_with_gradient():
-    """Also for what is used after the gather, such as a temperature."""
+    """Also for what is used after the gather, such as a temperature, and for two forward passes."""
     samples, model = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), Pairs()
     ddp = DistributedDataParallel(model)
-
-    def two_views(samples):
-        return torch.cat([samples, samples.square()])
 
     def all_pairs(first, second, temperature):
         return F.cross_entropy(first @ second.T * temperature, torch.arange(len(first)))
 
-    z, temperature = model(two_views(samples))
-    all_pairs(*z.chunk(2), temperature).backward()
+    (first, temperature), (second, _) = model(samples), model(samples.square())
+    all_pairs(first, second, temperature).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     right = lesson("dist.all_gather(")
     wrong = right.replace("gradient * world_size", "gradient")  # for all but the temperature, which is the first
     pairs = right.replace("gather(first), gather(second)", "*gather(z).chunk(2)")
     for source, equal in {right: [True] * 3, wrong: [True, False, False], pairs: [False] * 3}.items():
         model.zero_grad()
-        z, temperature = ddp(two_views(samples[dist.get_rank() * 4 :][:4]))
+        mine = samples[dist.get_rank() * 4 :][:4]
+        (first, temperature), (second, _) = ddp(mine), ddp(mine.square())
         values = {"torch": torch, "dist": dist, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        values |= {"z": z, "first": z[:4], "second": z[4:]}
+        values |= {"z": torch.cat([first, second]), "first": first, "second": second}
         values["all_pairs"] = functools.partial(all_pairs, temperature=temperature)
         exec(source, values)
         values["loss"].backward()
