@@ -11,8 +11,8 @@
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
 # and resumes. Without, a job begins anew when Slurm requeues it, as after a preemption. A job that
-# fails is not requeued. sbatch's flags replace the lines below, and --gres=gpu:8 replaces that of the
-# GPUs. If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
+# fails is not requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides
+# --gpus-per-node. If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
 # --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -28,7 +28,7 @@
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
 # The job has the environment of the shell that called sbatch. With --export=NONE, it has that of a
-# login: export the variables above here, too. To use another environment, load it here:
+# login: then set SCRIPT and the like here, too. To use another environment, load it here:
 # module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
@@ -39,7 +39,8 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Below, srun starts one task on each node, with the CPUs and GPUs of all tasks that sbatch was asked
-# for. The variables unset here would give it one task's, or with --gpus-per-node=0 --gpus=3 none.
+# for. It would also read the variables unset here, and get the GPUs of one task, or, with
+# --gpus-per-node=0 --gpus=3, none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

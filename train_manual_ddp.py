@@ -224,7 +224,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate at the middle of the step (- 0.5), as the one at the last step's end is 0.
+            # The schedule ends at 0, so a step takes the rate at its middle (- 0.5), not its end.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -240,7 +240,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The samples left out of an epoch count as done, or a resume would train them.
+                # Samples that an epoch leaves out count as done: smaller steps could use them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -333,7 +333,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`, whose forward pass may be a collective: a rank without images makes none.
+        # Not `ddp`: its forward pass may be a collective, and a rank may have one batch less.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
@@ -406,8 +406,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, on `device`. The sampler is a list of index tensors, also there,
-    # and each takes a whole batch out of them. For files, let workers make the batches, on the CPU:
+    # Images and indices are in memory, on `device`. An item of the sampler is a tensor of indices,
+    # which takes a whole batch of images. For files, let workers make the batches, on the CPU:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -604,5 +604,5 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())  # not parsed in `main`, as @record would swallow the exit of --help
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives up its handler before it ends
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or, while Python exits, it would kill it
     dist.destroy_process_group()

@@ -127,7 +127,7 @@ def test_flags_that_are_named_exist():
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
     others = "--log-dir --tee --prefix"  # of torchrun, of torchfrtrace
-    others += " --account --array --partition --jobid --overlap"  # of Slurm
+    others += " --account --mem --array --partition --jobid --overlap"  # of Slurm
     others += " --ipc --shm-size --its --flags"  # of Docker, of nobody
     assert named - ours <= {*others.split()}
 
