@@ -17,6 +17,7 @@ It looks at
   and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or, if each
   rank augments them, by 8 integers of a batch
 - buffers and other tensors of a model, before DDP's forward passes, or without DDP at the end
+- copies of DDP's model, such as an average of its weights (EMA), after 4 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
 - the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
@@ -26,8 +27,8 @@ It looks at
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches
-- ranks agree on purpose: one replay buffer, dates, points of a boundary, or a random order of which
-  each takes its share
+- ranks agree on purpose: one replay buffer, dates, points of a boundary, samples that each augments
+  in its own way, or a random order of which each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an order comes again on purpose: in a second phase or a search for a learning rate, of the same
@@ -35,8 +36,9 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
-- how a loss is divided, pairs that a contrastive loss misses, a metric that is not all-reduced
-- BatchNorm's statistics at an evaluation, and weights that no optimizer has, such as averages (EMA)
+- how a loss is divided, pairs that a contrastive loss misses, or their gradients
+- a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
+- BatchNorm's statistics at an evaluation, and how an average of the weights (EMA) is updated
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
   no tensor of two dimensions
 - samples that some ranks validate on and others train on, unless by random_split
@@ -88,14 +90,17 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+BUSY = " (in no collective)"
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
     "in orders of their own": "the same batches",
+    "copies of the model": "the ranks' weights differ",
 }
-LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<")
+# The last may be elsewhere, as in a user's own site-packages.
+LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<", os.path.dirname(os.path.dirname(torch.__file__)))
 
 
 def main(arguments=None):
@@ -138,7 +143,7 @@ def main(arguments=None):
         sys.excepthook(type(error), error, error.__traceback__)  # without the lines of this file
     finally:
         doctor.safely(doctor.finish, error)
-    doctor.conclude()
+    doctor.conclude(error)
     broken = doctor.said or (doctor.failed and doctor.rank == 0)
     sys.exit(1 if not code and broken else code)
 
@@ -288,7 +293,8 @@ class Doctor:
         known = any(re.search(later, what) and re.search(cause, said) for later, cause in FOLLOWS.items())
         if what not in self.said and not known:
             self.said.append(what)
-            self.stderr.write("\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
+            # A bar may be on this line.
+            self.stderr.write("\n" + "\n        ".join([f"doctor: {what}{details}", *lines]) + "\n")
 
     def after_step(self, optimizer, args, kwargs):
         if self.store is None:
@@ -313,6 +319,11 @@ class Doctor:
         for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
         self.look("optimizer", state.key, state.steps, state, params)
+        if state.steps == 4:  # an average of the weights may begin as a copy of those after its first step
+            owned = {id(p) for known in self.optimizers for p in parameters(known)}
+            for ddp in [*self.wrappers]:
+                if params and any(p is params[0] for p in ddp.module.parameters()):
+                    self.look("copies", state.key, 4, ddp.module, owned)
 
     def meet(self, optimizer, params):
         kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
@@ -377,11 +388,17 @@ class Doctor:
 
     def begin(self, iterator, loader):
         """Return what is known of a pass of a loader. After an optimizer step, it counts as training."""
-        known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0))
+        known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0, last=None))
+        self.end_pass(known)
         new = types.SimpleNamespace(loader=known, key=None, steps=0, yielded=0)
         new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
-        self.iterators[iterator] = new  # with persistent workers, all passes have one iterator
+        self.iterators[iterator] = known.last = new  # with persistent workers, all passes have one iterator
         return new
+
+    def end_pass(self, loader):
+        """Look at all batches of a pass together, as the looks before become rare."""
+        if loader.last is not None and loader.last.key:
+            self.look("loader", loader.last.key, "its end", loader.last.batches)
 
     def before_next(self, iterator):
         if self.begins(iterator):  # then, its sampler may draw the seed of an order
@@ -536,6 +553,8 @@ class Doctor:
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
                 self.look("buffers", state.key, "the end", model)
+        for loader in [*self.loaders.values()]:
+            self.end_pass(loader)
         self.look("schedules", "", "the end", self.schedules)
         for sampler, state in [*self.samplers.items()]:
             if state.begun:  # in a pass that has not ended, or whose iterator lives on
@@ -551,14 +570,18 @@ class Doctor:
         frame = sys._current_frames()[threading.main_thread().ident]
         lines = traceback.extract_stack(frame)
         if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
-            self.tell(script_lines(lines))
+            waits = any(re.search(r"torch.(distributed|nn.parallel|autograd)\b", x.filename) for x in lines)
+            self.tell(script_lines(lines) + BUSY * (not waits))
         if self.rank == 0:
             self.wait_until(self.lines, 5)
             lines = [self.store.get(key).decode() for key in self.lines if self.store.check([key])]
+            busy = any(line.endswith(BUSY) for line in lines)
+            if busy:
+                lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer.")
             lines.append("All ranks have to reach the same collectives: give them equally many batches, and all-reduce")
-            lines.append("what decides. If one was only slow: --timeout SECONDS, in front of the script.")
+            lines.append("what decides.")
             if all(lines):
-                self.say("mistake: ranks have waited for others in vain", "", *lines)
+                self.say(f"{'suspicion' if busy else 'mistake'}: ranks have waited for others in vain", "", *lines)
             self.store.set("explained", "")
 
     def tell(self, place):
@@ -573,9 +596,9 @@ class Doctor:
         while time.monotonic() < end and not self.store.check(keys):
             time.sleep(0.05)
 
-    def conclude(self):
+    def conclude(self, error):
         """Print the last line."""
-        found = "nothing found (what it cannot see: --help)"
+        found = f"nothing found{' before the error' * (error is not None)} (what it cannot see: --help)"
         if next(self.number["DDP"]) > 1 and not self.passes:
             found = "no forward pass through DDP was seen, and nothing else found"
         if not self.steps:
@@ -732,6 +755,19 @@ def plain_tensors(model, state):
     return tensors([*alone, *(x for x in plain_attributes(model) if x[0] in state.plain)])
 
 
+@check("copies", differ, "suspicion")
+def copies(model, owned):
+    """copies of the model differ by rank, such as an average of its weights (EMA)
+    Copy the model after DDP has wrapped it, as only then are the weights equal, and update the copies on all ranks.
+    If only one rank uses its copy, it is right."""
+    shapes, found = [[*p.shape] for p in model.parameters()], []
+    for other in [x for x in gc.get_objects() if type(x) is type(model) and x is not model]:
+        params = [*other.parameters()]
+        if [[*p.shape] for p in params] == shapes and not any(id(p) in owned for p in params):
+            found.append(digest(params, head=None))
+    return [shapes, len(found)], {type(model).__name__: sorted(found)}
+
+
 @check("buffers", differ)
 def buffers(model):
     """buffers differ, as each rank has updated them by itself
@@ -777,7 +813,7 @@ def samplers(sampler):
 @check("data set", differ, "suspicion")
 def data_sets(sampler):
     """the data set of a DistributedSampler differs by rank
-    If in order or number, shares overlap; if in names of classes, labels differ: sort them, split with one seed."""
+    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw and split alike."""
     if sampler.num_replicas != dist.get_world_size():
         return "", {}
     dataset = sampler.dataset
@@ -832,7 +868,7 @@ def last_step(factor, steps, world):
             later = factor(end + end // 8)
             passes = not isinstance(later, complex) and 0 < later <= last
             reached = end < steps or abs(factor(steps)) > 0.2 * max(before)
-            if last < 0.01 * max(before) and reached and not restarts and not passes:
+            if before[-1] and last < 0.01 * max(before) and reached and not restarts and not passes:
                 return end
     return 0
 
@@ -903,7 +939,10 @@ class Batches:
 
     def add(self, batch):
         self.number += 1
-        remember(self.hashes, batch)
+        whole = tree_leaves(opened(batch)) if len(self.hashes) < 255 else ()
+        if any(isinstance(x, torch.Tensor) and differs_within(x) for x in whole):
+            self.hashes.append(digest(whole))
+        batch = tree_map(lambda x: dict(x) if isinstance(x, collections.UserDict) else x, batch)  # of transformers
         leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(batch)[0] if isinstance(x, torch.Tensor)]
         leaves = {name: x for name, x in leaves if has_bytes(x)}
         # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
@@ -913,7 +952,7 @@ class Batches:
         small = {" (small tensors)": [x for name, x in integers.items() if name not in large]}
         for name, part in {**large, **small}.items() if self.number <= 255 else ():
             if tell_of_samples(part):
-                remember(self.integers[name], part)
+                self.integers[name].append(digest(part))
             if not isinstance(part, list) and part.dim() == 1 and len(self.values[name]) < 5000:
                 self.values[name] += part.tolist()
         # What is the same in the first two batches, such as the edges of one graph, does not tell their size.
@@ -926,6 +965,7 @@ class Batches:
         sizes = collections.Counter(len(x) for name, x in leaves.items() if x.dim() and name not in self.constant)
         size = max(sizes, key=sizes.get, default=0)
         parts = [x for x in leaves.values() if x.dim() and x.numel() and len(x) == size]
+        parts = [x for x in parts if not is_mask(x)]  # which is wider where another sample is longer
         if any(x.dim() > 1 for x in parts) and self.number <= 5000 and not self.repeats:
             rows = zip(*map(hashes_of_rows, parts), strict=True)
             self.add_samples([hash(row) & (2**62 - 1) for row in rows])
@@ -948,18 +988,23 @@ class Batches:
 def tell_of_samples(integers):
     """Return whether ranks with other samples have other integers: not a task, a mask, or positions."""
     if isinstance(integers, list):
-        return sum(x.numel() for x in integers) >= 8
+        return sum(x.numel() for x in integers) >= 8 and any(x.numel() > 1 for x in integers)
     others = integers[integers != integers.flatten()[0]]
     mask = integers.dim() > 1 and not (others != others[:1]).any()
     return bool((integers != integers[:1]).any()) and not mask
 
 
-def remember(hashes, thing):
-    """Add the hash of what has tensors to the first 255."""
-    leaves = tree_leaves(opened(thing)) if len(hashes) < 255 else ()
-    # A number that all share, beside a batch that is no tensor, does not tell of samples.
-    if any(isinstance(x, torch.Tensor) and x.numel() > 1 for x in leaves):
-        hashes.append(digest(leaves))
+def is_mask(x):
+    """Return whether these are two-valued integers in rows, as of padding, or of segments."""
+    if x.dim() != 2 or x.is_floating_point() or x.is_complex():
+        return False
+    x = x.long()
+    return not ((x != x.min()) & (x != x.max())).any()
+
+
+def differs_within(x):
+    """Return whether it may tell samples apart, unlike one number for all, or a benchmark's zeros."""
+    return has_bytes(x) and x.numel() > 1 and (len(x) == 1 or bool((x != x[:1]).any()))
 
 
 def opened(thing, depth=4):
@@ -985,6 +1030,7 @@ def hashes_of_rows(tensor):
     if tensor.dim() == 2:  # perhaps of tokens, with padding, which is not the sample's
         rows = rows[:, :256]
         padding = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
+        padding &= padding.sum(dim=1, keepdim=True) > 1  # or it is the last token of the longest sample
         rows = rows.masked_fill(padding, 0)
     else:
         rows = rows[:, torch.randint(rows.shape[1], (256,), generator=draw).to(rows.device)]
@@ -1024,7 +1070,7 @@ def drawn_between(before, after):
 
 def due(count):
     """Return whether there is a look at what is this number of its kind."""
-    return count in (3, "the end") or count & (count - 1) == 0 or count % 100 == 0
+    return count in (3, "its end", "the end") or count & (count - 1) == 0 or count % 100 == 0
 
 
 def listed(dataset, prefix="", depth=3):

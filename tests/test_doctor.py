@@ -1,5 +1,6 @@
 """The doctor: what it finds in scripts that are wrong, what it does not say of those that are right."""
 
+import collections
 import contextlib
 import io
 import math
@@ -7,6 +8,8 @@ import os
 import pathlib
 import random
 import re
+import runpy
+import sysconfig
 import types
 
 import doctor
@@ -21,7 +24,7 @@ DOCTOR = ROOT / "tests" / "doctor.py"
 LOOP = """
 from itertools import chain, count, islice
 from queue import SimpleQueue
-import collections, contextlib, datetime, gc, numpy, pathlib, random, sys, threading, time, types
+import collections, contextlib, copy, datetime, gc, numpy, pathlib, random, sys, threading, time, types
 import weakref
 import torch, torch.distributed as dist
 from torch import nn
@@ -191,6 +194,8 @@ if kind == "items":
     train_set = Subset(Items(), range(64))
 if kind == "drawn":
     train_set = Drawn(Drawn(None))
+if kind == "zeros":  # as in a benchmark
+    train_set = TensorDataset(torch.zeros(64, 4))
 seed = rank if kind == "sampler seeds" else 0
 if kind == "cycle":  # which only the garbage collector ends, with an order that is not used up
     cycle = types.SimpleNamespace(sampler=DistributedSampler(train_set))
@@ -258,6 +263,7 @@ if kind == "held":
     next(held)
 
 model = Model()
+early = copy.deepcopy(model) if kind == "copy" else None  # before the weights of all ranks are equal
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
@@ -389,6 +395,8 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
                 model(samples)
         if ema:
             ema.update_parameters(model)
+        if early:
+            [mean.data.lerp_(p.data, 0.01) for mean, p in zip(early.parameters(), model.parameters())]
     if kind == "plateau":
         plateau.step(loss.item() * (1 + epoch * rank))
     if kind == "epoch":
@@ -473,6 +481,7 @@ MISTAKES = {
     "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ, .*: mean; .* the end"),
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ, .*: mean;"),
     "leggedrobotics/rsl_rl#226": ("count", "suspicion: .*tensors that DDP does not see to differ: count;"),
+    "ConvNeXt: an average of weights before DDP": ("copy", "suspicion: .*copies of the model differ by rank.*: Model"),
     "buffers, without broadcast": ("its own buffers", "suspicion: .*tensors that DDP does not see to differ: mean;"),
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
@@ -517,7 +526,7 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
-RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer"]
+RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros"]
 
 
 @pytest.fixture
@@ -555,7 +564,7 @@ def test_a_finding_while_torch_prints_a_traceback(capsys):
     examined = doctor.Doctor(None)
     with contextlib.redirect_stderr(io.StringIO()):  # as torch does, to begin each line with [rank0]
         examined.say("mistake: of a thread", "")
-    assert capsys.readouterr().err == "doctor: mistake: of a thread\n"
+    assert capsys.readouterr().err == "\ndoctor: mistake: of a thread\n"
 
 
 def test_cause_that_arrives_with_what_follows(capsys):
@@ -636,6 +645,36 @@ def test_samples_are_told_apart_by_more_than_padding_and_borders():
     assert len({*doctor.hashes_of_rows(images)}) == 9
 
 
+def test_a_longer_sample_in_the_batch_does_not_change_the_others():
+    """Nor does a library's own class of dict."""
+    ranks, tokens = (doctor.Batches("x"), doctor.Batches("x")), torch.randint(3, 99, (8, 6))
+    for width, batches in enumerate(ranks):
+        parts = {"ids": tokens, "mask": torch.ones(8, 6).long()}
+        parts = {name: torch.nn.functional.pad(part, (0, 2 * width)) for name, part in parts.items()}
+        batches.add(collections.UserDict(parts))
+    assert len(ranks[0].samples) == 8 and ranks[0].samples == ranks[1].samples
+
+
+def test_a_pass_that_has_ended():
+    examined, looks = doctor.Doctor(None), []
+    examined.store, examined.look = True, lambda *look: looks.append(look[:3])
+    loader = torch.utils.data.DataLoader(torch.rand(24, 2), batch_size=4)
+    for number in (1, 2):
+        iterator = iter(loader)
+        examined.after_iter(iterator, loader)
+        assert (("loader", "1 1", "its end") in looks) == (number == 2)
+        for batch in iterator:
+            examined.after_next(batch, iterator)
+            examined.steps += 1
+    examined.look_at_end()
+    assert ("loader", "1 2", "its end") in looks
+
+
+def test_torch_is_no_script_wherever_it_is(monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", dict)
+    assert torch.__file__.startswith(runpy.run_path(str(DOCTOR))["LIBRARIES"])
+
+
 def test_lists_of_a_data_set_are_compared_but_not_the_folder_of_a_rank():
     def hashed(rank, order):
         files = [(pathlib.Path(f"/scratch/{rank}/{i}/image.npy"), f"caption {i}") for i in order]
@@ -690,6 +729,7 @@ SCHEDULES = {  # a function of the step, the steps that two ranks have made, and
     "right": (lambda step: 1 + math.cos(math.pi * step / 200), 200, 0),
     "exponential": (lambda step: 0.95**step, 200, 0),
     "steps": (lambda step: 0.1 ** (step // 30), 180, 0),
+    "stopped early": (lambda step: max(0, 1 - step / 100), 72, 0),
     "warm-up alone": (lambda step: min(step / 2000, 1), 30, 0),
     "Vaswani et al.": (lambda step: 512**-0.5 * min((step + 1) ** -0.5, step * 400**-1.5), 400, 0),
     "restarts": (lambda step: 1 + math.cos(math.pi * (step / 100 % 1)), 200, 0),
@@ -752,7 +792,8 @@ def test_hang(kind, places, loop):
     with Ranks(examine, "--timeout", 3, loop, kind) as ranks:
         assert ranks.wait() == [1, 1]
         (found,) = findings(ranks.output())
-        assert found == "mistake: ranks have waited for others in vain"
+        word = "suspicion" if kind == "slow" else "mistake"
+        assert found == f"{word}: ranks have waited for others in vain"
         for rank, place in enumerate(places):
             assert f"        rank {rank}, after {place}, in <module>: " in ranks.output()
 
@@ -775,7 +816,7 @@ def test_ends_as_without(kind, code, last, loop):
         assert ranks.wait() == [code] * 2
         output = ranks.output()
         assert output.count(f"{last}\n") == 2 and "doctor.py" not in output
-        assert "32 forward passes through DDP: nothing found" in output
+        assert "32 forward passes through DDP: nothing found before the error" in output
 
 
 TELL = """
