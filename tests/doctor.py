@@ -729,7 +729,7 @@ def batches(name, hashes):
 def integers(batches):
     """ranks get the same integers, such as labels
     If they are those of samples, these are the same: give each rank a share of its own. If they are drawn, as
-    negatives are: a seed of its own. If the ranks share them on purpose, as dates: it is right."""
+    negatives are: a seed of its own. If all share them on purpose, as dates, or samples to augment: it is right."""
     # What comes back from batch to batch, such as a task, does not tell of samples; nor do numbers of which none
     # comes back, as they may count the samples of a share.
     found = {name: hashes for name, hashes in batches.integers.items() if len({*hashes}) == len(hashes) > 7}
