@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # It has the parameter's shape and order in memory, such as channels_last.
+            # The view has the parameter's shape and strides, as a model may be channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages, and begin a new round. (On GPUs, only the GPU waits.)"""
+        """Wait for the averages, and begin a new round. (On GPUs, Python does not wait.)"""
         self.work.wait()
         self.work = None
         self.pending = set(self.views)
@@ -118,13 +118,15 @@ class GradientAverager:
         loss(model, last_batch).backward()     # "bucketed" sends them meanwhile,
         averager.average()                     # and now each p.grad is the average
 
-    `sync` says what is sent, and when: "bucketed" sends buckets of 25 MiB, each when it is full and
-    those before it are sent, in the middle of backward() (Li et al., VLDB 2020, arXiv:2006.15704);
-    "flat" sends one message in average(), if all have one dtype; "per-parameter" sends one for
-    each parameter, also in average(), and waits for it before the next. Gradients have to be dense.
-    A parameter that no rank has used gets zeros. With "bucketed", a backward() that lacks its
-    no_sync() raises RuntimeError. Between backward() and average(), a p.grad may be half a sum: do
-    not read it.
+    `sync` says what is sent, and when:
+    - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is full and those
+      before it are sent (Li et al., VLDB 2020, arXiv:2006.15704);
+    - "flat": all gradients of one dtype at once, in average();
+    - "per-parameter": one gradient after the other, also in average().
+
+    Gradients have to be dense. A parameter that no rank has used gets zeros. With "bucketed", a
+    backward() that lacks its no_sync() raises RuntimeError. Between backward() and average(), a
+    p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -210,7 +212,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad becomes a view of the bucket that is sent, so no gradient is held twice.)
+    # (Each p.grad becomes a part of the bucket that is sent, so no gradient is held twice.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -224,13 +226,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The schedule ends at 0, so a step takes the rate at its middle (- 0.5), not its end.
+            # - 0.5: the rate at the middle of the step, as at the end of the last one, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # A report ends the run if the loss is not finite, so it comes before the save.
+            # Before the save, as sum_over_ranks_or_exit ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -240,7 +242,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # What an epoch leaves out counts as done, or a resume in smaller steps trains it.
+                # Samples too few for a step count as done: a resumed run must not use them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -406,8 +408,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. An item of the sampler is a tensor of indices,
-    # which takes a whole batch of images. For files, let workers make the batches, on the CPU:
+    # Images and indices are in memory, on `device`. The sampler yields tensors of indices, by which
+    # the data set returns whole batches. For files, let workers make the batches, on the CPU:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)

@@ -681,9 +681,9 @@ def overlap(*ranks, part=0.5):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    Wrap the model in DDP, call the wrapper; wrap again after unfreezing or adding layers; load weights
-    and the optimizer's state on all ranks; end no_sync() before the last backward() of each step; skip
-    a step on all ranks or on none.
+    The cause is one of these: the model is not wrapped in DDP, or it is called itself, not the wrapper;
+    layers were unfrozen or added after wrapping; only one rank has loaded the weights or the optimizer's
+    state; no_sync() covers the last backward() of a step; one rank skips a step.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]

@@ -32,13 +32,14 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # as MNIST has no validation set
-# 3. split the data. drop_last gives equal shares. In the loader, it leaves out a last small batch.
-sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+# 3. split the data
+sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # equal shares
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # Other ways to start workers, such as Python 3.14's default, need an `if __name__ == "__main__":`.
 # If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
+# Here, drop_last leaves out the last batch of a share if it is smaller.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
@@ -114,5 +115,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in ("best.pt", "last.pt") if improved else ("last.pt",):
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # or threads of Gloo may crash the process at its end
+del ddp  # without this, the process may crash at its end, on CPUs
 dist.destroy_process_group()
