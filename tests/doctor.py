@@ -17,7 +17,7 @@ It looks at
   and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or, if each
   rank augments them, by 8 integers of a batch
 - buffers and other tensors of a model, before DDP's forward passes, or without DDP at the end
-- copies of DDP's model, such as an average of its weights (EMA), after 4 steps
+- copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
 - the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
@@ -319,15 +319,16 @@ class Doctor:
         for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
         self.look("optimizer", state.key, state.steps, state, params)
-        if state.steps == 4:  # an average of the weights may begin as a copy of those after its first step
+        if state.steps in (4, 8):
             owned = {id(p) for known in self.optimizers for p in parameters(known)}
             for ddp in [*self.wrappers]:
                 if params and any(p is params[0] for p in ddp.module.parameters()):
-                    self.look("copies", state.key, 4, ddp.module, owned)
+                    self.look("copies", state.key, state.steps, ddp.module, owned, state.copies)
 
     def meet(self, optimizer, params):
         kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
         state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random={})
+        state.copies = {}  # hashes, by id
         state.draws, state.model = collections.defaultdict(list), lambda: None
         state.optimizer = weakref.ref(optimizer)
         # Where each task or parameter has an optimizer of its own, the search would take minutes.
@@ -570,7 +571,7 @@ class Doctor:
         frame = sys._current_frames()[threading.main_thread().ident]
         lines = traceback.extract_stack(frame)
         if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
-            waits = any(re.search(r"torch.(distributed|nn.parallel|autograd)\b", x.filename) for x in lines)
+            waits = re.search(r"torch.(distributed|nn.parallel|autograd)\b", lines[-1].filename)
             self.tell(script_lines(lines) + BUSY * (not waits))
         if self.rank == 0:
             self.wait_until(self.lines, 5)
@@ -756,16 +757,19 @@ def plain_tensors(model, state):
 
 
 @check("copies", differ, "suspicion")
-def copies(model, owned):
+def copies(model, owned, before):
     """copies of the model differ by rank, such as an average of its weights (EMA)
     Copy the model after DDP has wrapped it, as only then are the weights equal, and update the copies on all ranks.
     If only one rank uses its copy, it is right."""
-    shapes, found = [[*p.shape] for p in model.parameters()], []
+    shapes, now = [[*p.shape] for p in model.parameters()], {}
     for other in [x for x in gc.get_objects() if type(x) is type(model) and x is not model]:
-        params = [*other.parameters()]
-        if [[*p.shape] for p in params] == shapes and not any(id(p) in owned for p in params):
-            found.append(digest(params, head=None))
-    return [shapes, len(found)], {type(model).__name__: sorted(found)}
+        params = [p for p in other.parameters() if has_bytes(p) and id(p) not in owned]
+        if [[*p.shape] for p in params] == shapes:
+            now[id(other)] = digest(params, head=None)
+    # What does not change may be another model, whose turn has not come.
+    changed = sorted(value for key, value in now.items() if before.get(key, value) != value)
+    before.update(now)
+    return [shapes, len(changed)], {type(model).__name__: changed}
 
 
 @check("buffers", differ)
@@ -1022,19 +1026,19 @@ def opened(thing, depth=4):
 
 
 def hashes_of_rows(tensor):
-    """Return a number below 2**62 for each row, from 256 of its numbers, or fewer."""
+    """Return a number below 2**62 for each row, from 4,096 of its numbers, or 256 of an image's."""
     draw = torch.Generator().manual_seed(0)
     rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
     rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
     rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
     if tensor.dim() == 2:  # perhaps of tokens, with padding, which is not the sample's
-        rows = rows[:, :256]
+        rows = rows[:, :4096]
         padding = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
         padding &= padding.sum(dim=1, keepdim=True) > 1  # or it is the last token of the longest sample
         rows = rows.masked_fill(padding, 0)
     else:
         rows = rows[:, torch.randint(rows.shape[1], (256,), generator=draw).to(rows.device)]
-    factors = torch.randint(2**62, (256,), generator=draw)[: rows.shape[1]]
+    factors = torch.randint(2**62, (4096,), generator=draw)[: rows.shape[1]]
     mixed = (rows.cpu().long() * factors).sum(dim=1)
     mixed = (mixed ^ (mixed >> 31)) * 0x1B873593CC9E2D51  # so that low hashes are of any rows
     return ((mixed ^ (mixed >> 29)) & (2**62 - 1)).tolist()

@@ -264,6 +264,7 @@ if kind == "held":
 
 model = Model()
 early = copy.deepcopy(model) if kind == "copy" else None  # before the weights of all ranks are equal
+untouched = copy.deepcopy(model)
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
@@ -643,11 +644,13 @@ def test_samples_are_told_apart_by_more_than_padding_and_borders():
     images = torch.ones(9, 3, 256, 256)
     images[:, :, 1:, 1:] = torch.randn(9, 3, 255, 255)
     assert len({*doctor.hashes_of_rows(images)}) == 9
+    answers = torch.zeros(9, 400).index_fill(1, torch.tensor([399]), 1) * torch.arange(1, 10)[:, None]
+    assert len({*doctor.hashes_of_rows(answers)}) == 9  # to questions about one text
 
 
 def test_a_longer_sample_in_the_batch_does_not_change_the_others():
     """Nor does a library's own class of dict."""
-    ranks, tokens = (doctor.Batches("x"), doctor.Batches("x")), torch.randint(3, 99, (8, 6))
+    ranks, tokens = (doctor.Batches("x"), doctor.Batches("x")), torch.arange(3, 51).view(8, 6)
     for width, batches in enumerate(ranks):
         parts = {"ids": tokens, "mask": torch.ones(8, 6).long()}
         parts = {name: torch.nn.functional.pad(part, (0, 2 * width)) for name, part in parts.items()}
