@@ -571,8 +571,7 @@ class Doctor:
         frame = sys._current_frames()[threading.main_thread().ident]
         lines = traceback.extract_stack(frame)
         if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
-            waits = re.search(r"torch.(distributed|nn.parallel|autograd)\b", lines[-1].filename)
-            self.tell(script_lines(lines) + BUSY * (not waits))
+            self.tell(script_lines(lines) + BUSY * (not waits(lines[-1])))
         if self.rank == 0:
             self.wait_until(self.lines, 5)
             lines = [self.store.get(key).decode() for key in self.lines if self.store.check([key])]
@@ -722,8 +721,9 @@ def batches(name, hashes):
     Where they come from a data set, give each rank its own: a DistributedSampler, or a share of an
     IterableDataset. Where they are drawn, as noise or windows of a text, give each rank a seed of its own.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
-    # A repeated batch, such as all of a small data set, counts each time.
-    return "", {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
+    # Batches that come back, as of a few short texts, may be the same by chance. If all are one, each counts.
+    by_chance = 1 < len({*hashes}) < len(hashes)
+    return "", {} if by_chance else {name: [f"{x} {hashes[:i].count(x)}" for i, x in enumerate(hashes)]}
 
 
 @check("loader", functools.partial(overlap, part=0.9), "suspicion")
@@ -1190,6 +1190,12 @@ def causes_of(error):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def waits(line):
+    """Return whether this innermost line is one of a collective, or waits for one."""
+    of_torch = re.search(r"torch.(distributed|nn.parallel|autograd)\b", line.filename)
+    return bool(of_torch or re.search(r"\bwait\(", line.line or ""))
 
 
 def script_lines(lines):

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import io
 import math
 import os
@@ -10,6 +11,7 @@ import random
 import re
 import runpy
 import sysconfig
+import traceback
 import types
 
 import doctor
@@ -613,6 +615,17 @@ def test_samples_of_long_epochs():
     for rank, share in enumerate(shares):
         share.add([rows[torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))][rank::4]])
     assert doctor.common(*(share.facts() for share in shares)) == ["samples in x"]
+
+
+def test_batches_that_come_back_by_chance():
+    for hashes, compared in (["abab", False], ["abcd", True], ["aaaa", True]):
+        (found,) = doctor.batches("x", hashes)[1:]
+        assert doctor.overlap(found, found) == ["x"] * compared
+
+
+def test_a_line_that_waits_for_what_was_begun_before():
+    line = functools.partial(traceback.FrameSummary, "train.py", 1, "main")
+    assert doctor.waits(line(line="work.wait()")) and not doctor.waits(line(line="samples = generate(model)"))
 
 
 def test_what_two_ranks_share_that_are_not_rank_0():
