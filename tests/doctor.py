@@ -38,14 +38,16 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, or their gradients
 - a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
-- BatchNorm's statistics at an evaluation, and how an average of the weights (EMA) is updated
+- BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
+  module of the model's class
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
   no tensor of two dimensions
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
 - one order in all epochs, if not by DistributedSampler or a class made of it, or if workers take it
-  before the first step, or each epoch has a new optimizer
+  before the first step, or each epoch has a new optimizer, a new sampler beside the old one, or a
+  new data set whose samples are not known to be the same
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -90,6 +92,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
 BUSY = " (in no collective)"
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
@@ -187,7 +190,8 @@ class Doctor:
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
-        self.orders = weakref.WeakKeyDictionary()  # by data set, the last that was trained on, and its sampler
+        # By data set or what is in it, the last that was trained on, and its sampler.
+        self.orders, self.orders_of_contents = weakref.WeakKeyDictionary(), {}
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
@@ -506,10 +510,14 @@ class Doctor:
     def comes_again(self, head, sampler, state):
         """Return whether the last order, of this sampler or of one that is gone, was this, for the same optimizers."""
         before, state.order = state.order, (head, len(self.states))
+        orders, key = self.orders, sampler.dataset
+        if type(key).__module__.startswith(KNOWN):  # a new one may have the same samples
+            known, name = contents(key)
+            orders, key = (self.orders_of_contents, name) if known else (orders, key)
         with contextlib.suppress(TypeError):  # of a data set that cannot be a key
-            old_sampler, old_order = self.orders.get(sampler.dataset, (lambda: sampler, None))
+            old_sampler, old_order = orders.get(key, (lambda: sampler, None))
             before = old_order if before is None and old_sampler() is None else before
-            self.orders[sampler.dataset] = weakref.ref(sampler), state.order
+            orders[key] = weakref.ref(sampler), state.order
         return before == state.order and len(head) > 4
 
     def before_destroy(self, group=None):
@@ -730,7 +738,8 @@ def batches(name, hashes):
 def integers(batches):
     """ranks get the same integers, such as labels
     If they are those of samples, these are the same: give each rank a share of its own. If they are drawn, as
-    negatives are: a seed of its own. If all share them on purpose, as dates, or samples to augment: it is right."""
+    negatives are: a seed of its own. It is right if all share them on purpose, as dates or samples to augment, or
+    if neighbours in a sorted order have the same."""
     # What comes back from batch to batch, such as a task, does not tell of samples; nor do numbers of which none
     # comes back, as they may count the samples of a share.
     found = {name: hashes for name, hashes in batches.integers.items() if len({*hashes}) == len(hashes) > 7}
@@ -763,9 +772,10 @@ def copies(model, owned, before):
     If only one rank uses its copy, it is right."""
     shapes, now = [[*p.shape] for p in model.parameters()], {}
     for other in [x for x in gc.get_objects() if type(x) is type(model) and x is not model]:
-        params = [p for p in other.parameters() if has_bytes(p) and id(p) not in owned]
-        if [[*p.shape] for p in params] == shapes:
-            now[id(other)] = digest(params, head=None)
+        with contextlib.suppress(Exception):  # as some modules are not whole
+            params = [p for p in other.parameters() if has_bytes(p) and id(p) not in owned]
+            if [[*p.shape] for p in params] == shapes:
+                now[id(other)] = digest(params, head=None)
     # What does not change may be another model, whose turn has not come.
     changed = sorted(value for key, value in now.items() if before.get(key, value) != value)
     before.update(now)
@@ -1029,7 +1039,7 @@ def hashes_of_rows(tensor):
     """Return a number below 2**62 for each row, from 4,096 of its numbers, or 256 of an image's."""
     draw = torch.Generator().manual_seed(0)
     rows = tensor.detach().as_subclass(torch.Tensor).reshape(len(tensor), -1)
-    rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
+    rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows.resolve_neg()
     rows = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
     if tensor.dim() == 2:  # perhaps of tokens, with padding, which is not the sample's
         rows = rows[:, :4096]
@@ -1135,8 +1145,7 @@ def contents(dataset):
         short = {k: x[:10_000] for k, x in parts.items() if isinstance(x, (list, tuple))}
         parts = {**parts, **short}
     leaves = tree_leaves(parts)
-    # Any other class may draw them, or read them elsewhere.
-    known = type(dataset).__module__.startswith(("builtins", "torch.", "torchvision."))
+    known = type(dataset).__module__.startswith(KNOWN)  # any other class may draw them, or read them elsewhere
     # Numbers may stand for samples that are elsewhere.
     known &= not isinstance(dataset, (range, list)) or any(type(x) is not int for x in dataset[:1000])
     known &= all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in leaves)

@@ -313,6 +313,8 @@ model.train(kind != "eval")
 for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two breaks") else 4):
     if kind == "stage late" and epoch == 6:
         first_loader, loader = loader, DataLoader(train_set, batch_size=4)
+    if "new data set" in kind:
+        train_set = TensorDataset(samples[:64])
     if "new sampler" in kind:
         loader = DataLoader(train_set, batch_size=4, sampler=DistributedSampler(train_set))
     if kind.endswith("new optimizer"):  # of another phase, perhaps
@@ -508,6 +510,7 @@ MISTAKES = {
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
     "and each epoch has a sampler": ("set_epoch, new sampler", "the same order in two epochs: 64 samples"),
+    "of a new data set": ("set_epoch, new sampler, new data set", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
@@ -643,10 +646,16 @@ def test_what_is_the_same_in_each_batch_does_not_tell_its_size():
     assert doctor.common(*(batches.facts() for batches in ranks)) == []
 
 
+def with_more(batch, inputs):
+    super(type(batch), batch).__init__(inputs)
+    batch.more = object()
+
+
 def test_a_class_made_of_dict():
-    batches = doctor.Batches("x")
-    batches.add(type("OfTheScript", (dict,), {})(inputs=torch.rand(8, 2)))
-    assert len(batches.hashes) == 1
+    for base in (dict, collections.UserDict):  # transformers has one of the latter, with more than what is in it
+        batches = doctor.Batches("x")
+        batches.add(type("OfTheScript", (base,), {"__init__": with_more})(base(inputs=torch.rand(8, 2))))
+        assert len(batches.hashes) == 1
 
 
 def test_samples_are_told_apart_by_more_than_padding_and_borders():
@@ -654,6 +663,7 @@ def test_samples_are_told_apart_by_more_than_padding_and_borders():
     for dtype in (torch.int64, torch.uint16):
         pads = [torch.nn.functional.pad(tokens, (0, width), value=2).to(dtype) for width in (5, 999)]
         assert len({*doctor.hashes_of_rows(pads[0]), *doctor.hashes_of_rows(pads[1])}) == 50
+    assert doctor.hashes_of_rows(torch.rand(2, 3, dtype=torch.complex64).conj().imag)  # as of MRI
     images = torch.ones(9, 3, 256, 256)
     images[:, :, 1:, 1:] = torch.randn(9, 3, 255, 255)
     assert len({*doctor.hashes_of_rows(images)}) == 9
@@ -748,7 +758,7 @@ SCHEDULES = {  # a function of the step, the steps that two ranks have made, and
     "stopped early": (lambda step: max(0, 1 - step / 100), 72, 0),
     "warm-up alone": (lambda step: min(step / 2000, 1), 30, 0),
     "Vaswani et al.": (lambda step: 512**-0.5 * min((step + 1) ** -0.5, step * 400**-1.5), 400, 0),
-    "restarts": (lambda step: 1 + math.cos(math.pi * (step / 100 % 1)), 200, 0),
+    "restarts": (lambda step: 1 + math.cos(math.pi * (step / 100 % 1)), 199, 0),
 }
 
 
@@ -756,6 +766,10 @@ SCHEDULES = {  # a function of the step, the steps that two ranks have made, and
 def test_last_step(name):
     factor, steps, end = SCHEDULES[name]
     assert doctor.last_step(factor, steps, world=2) == end
+
+
+def test_a_cosine_that_would_come_down_again():
+    assert doctor.last_step(SCHEDULES["right"][0], 200, world=3) == 0
 
 
 def test_a_schedule_that_counts_its_calls_is_left_alone():
