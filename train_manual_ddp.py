@@ -606,5 +606,5 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())  # not parsed in `main`, as @record would swallow the exit of --help
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or, while Python exits, it would kill it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or a late one would end this process
     dist.destroy_process_group()
