@@ -398,16 +398,6 @@ def noise():
         assert (first == second).all(dim=0).tolist() == alike and len({*first.flatten().tolist()}) == 12
 
 
-def test_persistent_workers_are_seeded_once():
-    for persistent in (True, False):
-        loader = DataLoader(Noise(), num_workers=1, persistent_workers=persistent)
-        epochs = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            epochs.append(torch.cat([*loader]))
-        assert torch.equal(*epochs) != persistent
-
-
 def frozen_and_unfrozen():
     for frozen in (True, False):
         for wrap_again in (True, False):
@@ -477,7 +467,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "`random.seed(s)` and `numpy.random.seed(s % 2**32)`": noise,
+    "With `num_workers=0`, seed these yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
