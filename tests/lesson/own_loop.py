@@ -75,7 +75,7 @@ for epoch in range(first_epoch, EPOCHS):
     # Each rank draws its own dropout and augmentation in each epoch, the same after a resume.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    loss_sum, samples, hits = sums  # views: += changes `sums`, so one all-reduce adds up all three
+    loss_sum, samples, hits = sums  # three views: what is added to them is added to `sums`
     bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
