@@ -9,13 +9,13 @@
 #   --script FILE       what to run, here or beside this file (default train_ddp.py)
 #   --nnodes N          number of nodes (default 1); without --node-rank, print their commands
 #   --node-rank N       run the command of this node, from 0 to the number of nodes - 1
-#   --master-addr HOST, --master-port PORT    of node 0 (with --hosts, the first; port 29500)
+#   --master-addr HOST, --master-port PORT    of node 0 (default: the first of --hosts; 29500)
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing
 # If the terminal closes, the training stops: use tmux, or setsid nohup ./launch... > log 2>&1 &
 # This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
-# to all nodes. On this machine alone, OMP_NUM_THREADS is by default CPU cores / N, if N is a number.
+# to all nodes. On one node without --hosts, OMP_NUM_THREADS is by default CPU cores / N.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
@@ -81,7 +81,7 @@ elif ((${#hosts[@]} == 0)); then
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM; it lets the training save, and by default kills it after 30 s.
+# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
@@ -90,7 +90,7 @@ options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o Serv
 trap '' HUP INT TERM # ssh inherits this: a terminal signals it, too, before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
-    # Between '', sh, zsh and tcsh change nothing but ' and !, which thus become '\'' and '\!'.
+    # Quote for the host's shell, be it sh, zsh or tcsh: inside '...', only ' and ! are special.
     remote="exec bash -c '$(printf %s "$remote" | sed "s/['!]/'\\\\&'/g")'"
     (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | sed -u "s/^/${hosts[node]}: /") <&3 &
     pids+=($!)

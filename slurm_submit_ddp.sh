@@ -22,7 +22,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1      # torchrun, which starts the training processes
 #SBATCH --gpus-per-node=2
-#SBATCH --cpus-per-task=16       # of all processes of a node; remove it for --cpus-per-gpu
+#SBATCH --cpus-per-task=16       # for all processes of a node; to use --cpus-per-gpu, remove it
 #SBATCH --requeue                # by this script, and by Slurm after a preemption or a dead node
 #SBATCH --open-mode=append       # a requeued job resumes in the same log
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
@@ -38,9 +38,9 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# Below, srun starts one task on each node, with the CPUs and GPUs of all tasks that sbatch was asked
-# for. It would also read the variables unset here, and get the GPUs of one task, or, with
-# --gpus-per-node=0 --gpus=3, none.
+# Below, srun starts one task on each node, which gets the CPUs and GPUs of all tasks that sbatch was
+# asked for. From the variables that are unset here, srun would take the GPUs of one task alone, or,
+# with --gpus-per-node=0 --gpus=3, none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -57,7 +57,7 @@ start_torchrun() {
     # With `gpu`, torchrun starts a process for each GPU that it sees. Slurm may not know how many
     # there are: then a process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
-    # Where this is unset, torch starts one thread per process, or one for each core of the node.
+    # By default, each of several processes has one thread, and a process alone all cores of a node.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
     echo "$SLURMD_NODENAME: processes: $processes, CPU threads per process: $OMP_NUM_THREADS"
     trap '' USR1 # it is for the training processes; torchrun would die of it

@@ -689,7 +689,7 @@ def overlap(*ranks, part=0.5):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    The cause is one of these: the model is not wrapped in DDP, or it is called itself, not the wrapper;
+    The cause is one of these: the model is not wrapped in DDP; the script calls the model, not the wrapper;
     layers were unfrozen or added after wrapping; only one rank has loaded the weights or the optimizer's
     state; no_sync() covers the last backward() of a step; one rank skips a step.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""

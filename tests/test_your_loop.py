@@ -474,7 +474,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "test the sum over all ranks": not_finite,
     "after the wrapper, because only then are the weights of all ranks equal. Update it on each rank. "
     "Before you evaluate it, broadcast": averaged,
-    "Give each model of a GAN a wrapper": two_models,
+    "both models of a GAN": two_models,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }
 

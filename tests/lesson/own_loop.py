@@ -39,7 +39,7 @@ options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # Other ways to start workers, such as Python 3.14's default, need an `if __name__ == "__main__":`.
 # If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
-# Here, drop_last leaves out the last batch of a share if it is smaller.
+# The sampler's drop_last makes shares equal. The loader's leaves out a share's last batch if it is smaller.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
@@ -76,7 +76,8 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # three views: what is added to them is added to `sums`
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: on terminals
+    hidden = None if rank == 0 else True  # None: hidden where stderr is no terminal
+    bar = tqdm(train_loader, leave=False, disable=hidden)
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # the last pass of a step
