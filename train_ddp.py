@@ -73,20 +73,20 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (hash() is random only for strings.)
+        # Each rank draws its own dropout in each epoch. (All runs agree on the hash() of integers.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # It is taken at the middle of the step: at its end, the last step would have 0.
+            # The rate is that of the middle of the step. At the end of the last step, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # The sum comes before the save, because it ends a run whose loss is not finite.
+            # This comes before the save, so a run whose loss is not finite ends without saving.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -298,7 +298,7 @@ def synthesize(seed, split, size):
 
 def progress_bar(steps_done, steps):
     """Return steps_done + 1, ..., steps. A loop over them draws a bar, and clears it at its end."""
-    hidden = None if dist.get_rank() == 0 else True  # None: hidden where stderr is no terminal
+    hidden = None if dist.get_rank() == 0 else True  # None: draw the bar only in a terminal
     numbers = range(steps_done + 1, steps + 1)
     return tqdm(numbers, total=steps, initial=steps_done, leave=False, disable=hidden)
 
@@ -397,8 +397,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, it passes through the GPUs' memory: right for a few GB that fit there beside the model.
-    # For more, use torch.distributed.checkpoint, with which each rank reads its own part.
+    # NCCL, the broadcast needs GPU memory, so the file must fit there beside the model. For larger
+    # ones, use torch.distributed.checkpoint, with which each rank reads its own part.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0

@@ -72,11 +72,12 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Each rank draws its own dropout and augmentation in each epoch, the same after a resume.
+    # Each rank draws its own dropout and augmentation in each epoch. A resumed run draws what an
+    # uninterrupted one would have drawn.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums  # three views: what is added to them is added to `sums`
-    hidden = None if rank == 0 else True  # None: hidden where stderr is no terminal
+    hidden = None if rank == 0 else True  # None: draw the bar only in a terminal
     bar = tqdm(train_loader, leave=False, disable=hidden)
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
