@@ -39,8 +39,8 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Below, srun starts one task on each node, which gets the CPUs and GPUs of all tasks that sbatch was
-# asked for. The variables that are unset below would tell srun to give it the GPUs of one task
-# alone, or, with --gpus-per-node=0 --gpus=3, none.
+# asked for. If the variables below were not unset, srun would give it the GPUs of only one of these
+# tasks, or no GPU with --gpus-per-node=0 --gpus=3.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

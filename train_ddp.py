@@ -80,7 +80,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate is that of the middle of the step. At the end of the last step, it is 0.
+            # The schedule's rate at the step's middle, as at the end of the last step, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -320,7 +320,7 @@ def log(args, **values):
 
 
 def refuse_silent_mistakes():
-    """Exit if srun has started worlds of one, or restarted processes would look for dead ones."""
+    """Exit where ranks would not find each other: under srun alone, and after some restarts."""
     several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if several and not sys.stdin.isatty():  # which it is in a shell of `srun --pty`
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
@@ -361,7 +361,7 @@ def catch_signals(args):
 
 
 def ignore_signals(worker):
-    """Let a DataLoader's worker live on when torchrun signals all processes, as its rank does."""
+    """Keep a DataLoader's worker alive: torchrun signals it, too, while its rank has to save."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
