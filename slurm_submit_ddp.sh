@@ -33,14 +33,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, the SLURM_JOB_ID of the last job is that of the whole array.
+# In an array, the last job has the SLURM_JOB_ID of the array, by which all would be requeued.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Below, srun starts one task on each node, which gets the CPUs and GPUs of all tasks that sbatch was
-# asked for. If the variables below were not unset, srun would give it the GPUs of only one of these
-# tasks, or no GPU with --gpus-per-node=0 --gpus=3.
+# asked for. With the variables that are unset below, srun would give it the GPUs of only one of
+# sbatch's tasks (with --gpus-per-node=0 --gpus=3, none).
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

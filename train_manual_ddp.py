@@ -6,8 +6,8 @@
 
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
-of the two is the lesson, and with two processes on CPUs, both end on the same bits. (DDP also
-copies rank 0's buffers in every step. Here, only `evaluate` copies them, as only it uses them.)
+of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits. (DDP
+also copies rank 0's buffers in every step. Here, only `evaluate` does, as only it uses them.)
 """
 
 import contextlib
@@ -227,7 +227,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The schedule's rate at the step's middle, as at the end of the last step, it is 0.
+            # The rate at the middle of the step. (At the end of the last step, it would be 0.)
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -470,7 +470,7 @@ def log(args, **values):
 def refuse_silent_mistakes():
     """Exit where ranks would not find each other: under srun alone, and after some restarts."""
     several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if several and not sys.stdin.isatty():  # which it is in a shell of `srun --pty`
+    if several and not sys.stdin.isatty():  # in a shell of `srun --pty`, stdin is a terminal
         sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
