@@ -72,6 +72,7 @@ import os
 import random
 import re
 import runpy
+import signal
 import sys
 import sysconfig
 import threading
@@ -94,6 +95,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
 BUSY = " (in no collective)"
+ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
@@ -101,6 +103,7 @@ FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
     "in orders of their own": "the same batches",
     "copies of the model": "the ranks' weights differ",
+    "the ranks' weights differ": "the learning rates differ",
 }
 # The last may be elsewhere, as in a user's own site-packages.
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<", os.path.dirname(os.path.dirname(torch.__file__)))
@@ -134,6 +137,7 @@ def main(arguments=None):
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
+    doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
     try:
@@ -179,6 +183,7 @@ class Doctor:
         self.asked, self.limit, self.process = limit is not None, limit or 20, os.getpid()
         self.store, self.watcher, self.lock = None, None, threading.Lock()
         self.stderr = sys.stderr  # which torch replaces while the main thread prints a traceback
+        self.spawned = False  # whether the script has started processes by itself
         self.failed = False  # by an error of its own, after which it does not look
         self.limited = False  # whether collectives wait for `limit`, not for what the script has set
         self.rank = self.steps = self.passes = 0
@@ -228,6 +233,10 @@ class Doctor:
     def step_hook(self, *args):
         if not torch.compiler.is_compiling():
             self.safely(self.after_step, *args)
+
+    def before_spawn(self, *args, **kwargs):
+        self.spawned = True
+        self.stderr.write("doctor: the script starts processes by itself, which I do not look at: let torchrun do it\n")
 
     def join(self, _, backend=None, init_method=None, timeout=None, *args, **kwargs):
         """Begin to look, as there is a process group."""
@@ -318,7 +327,7 @@ class Doctor:
             state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
-        state.versions = versions(optimizer)
+        state.versions, state.numbers = versions(optimizer), few_numbers(optimizer)
         before, state.random = state.random, random_states()
         for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
@@ -542,15 +551,18 @@ class Doctor:
             self.watcher.join()
         if self.store is None:
             return
+        if in_vain:  # a rank may have died, and torchrun be about to end the others
+            with contextlib.suppress(ValueError):  # of a thread that is not the main one
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.rank == 0:  # it may hold the store, and so ends last
-            self.wait_until(self.lines, self.limit + 10 if place else 0)
+            self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
             with self.lock:
                 self.compare()
             self.failed |= self.store.check(["failed"])
             if self.store.check(["trouble"]):
                 self.explain()
-        elif in_vain:  # torchrun ends all ranks when this one ends
-            self.wait_until(["explained"], 10)
+        elif in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
+            self.explain(for_rank_0=True)
         self.store = None
 
     def look_at_end(self):
@@ -558,6 +570,7 @@ class Doctor:
             # Weights that rank 0 has loaded since the last step, as those that were best, are not compared.
             optimizer = state.optimizer()
             unchanged = optimizer is not None and versions(optimizer) == state.versions
+            unchanged = unchanged and all(map(torch.equal, few_numbers(optimizer), state.numbers))
             self.look("optimizer", state.key, "the end", state, parameters(optimizer) if unchanged else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
@@ -575,21 +588,27 @@ class Doctor:
             if self.store.check(["trouble"]):
                 return self.explain()
 
-    def explain(self):
+    def explain(self, for_rank_0=False):
         frame = sys._current_frames()[threading.main_thread().ident]
         lines = traceback.extract_stack(frame)
         if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
             self.tell(script_lines(lines) + BUSY * (not waits(lines[-1])))
-        if self.rank == 0:
-            self.wait_until(self.lines, 5)
-            lines = [self.store.get(key).decode() for key in self.lines if self.store.check([key])]
+        if self.rank == 0 or for_rank_0:
+            self.wait_until(self.lines, ANSWER)
+            there = [self.store.check([key]) for key in self.lines]
+            lines = [self.store.get(key).decode() for key, it_is in zip(self.lines, there, strict=True) if it_is]
+            dead = [f"rank {rank} does not answer: it has died" for rank in self.ranks if not there[rank]]
             busy = any(line.endswith(BUSY) for line in lines)
+            lines += dead
             if busy:
                 lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer.")
-            lines.append("All ranks have to reach the same collectives: give them equally many batches, and all-reduce")
-            lines.append("what decides.")
+            lines += [
+                "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
+                "decides. If one rank evaluates alone, let it call the model: the wrapper's call may be a collective.",
+            ]
             if all(lines):
-                self.say(f"{'suspicion' if busy else 'mistake'}: ranks have waited for others in vain", "", *lines)
+                word = "suspicion" if busy or dead else "mistake"
+                self.say(f"{word}: ranks have waited for others in vain", "", *lines)
             self.store.set("explained", "")
 
     def tell(self, place):
@@ -601,16 +620,18 @@ class Doctor:
 
     def wait_until(self, keys, seconds):
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.store.check(keys):
+        while not (there := self.store.check(keys)) and time.monotonic() < end:
             time.sleep(0.05)
+        return there
 
     def conclude(self, error):
         """Print the last line."""
-        found = f"nothing found{' before the error' * (error is not None)} (what it cannot see: --help)"
+        before = " before the error" * (error is not None)
+        found = f"nothing found{before} (what it cannot see: --help)"
         if next(self.number["DDP"]) > 1 and not self.passes:
-            found = "no forward pass through DDP was seen, and nothing else found"
+            found = f"no forward pass through DDP was seen{before}, and nothing else found"
         if not self.steps:
-            found = "no optimizer step was seen, and nothing else found"
+            found = f"no optimizer step was seen{before}, and nothing else found"
         if self.failed:
             found = "my own error has ended the looks"
         if self.said:
@@ -618,9 +639,12 @@ class Doctor:
         line = f"{self.steps} optimizer steps, {self.passes} forward passes through DDP: {found}"
         if self.watcher is None:
             alone = os.environ.get("WORLD_SIZE", "1") == "1"
-            why = "one process (torchrun starts more)" if alone else "no process group was made"
+            why = "one process (torchrun starts more)" if alone else f"no process group was made{before}"
+            why = "the script has started processes by itself" if self.spawned else why
             line = f"{why}, so there was nothing to compare"
         line += " (sharded parameters were not compared)" * self.sharded
+        if self.steps and not self.passes and next(self.number["loader"]) == 1:
+            line += " (no batches were seen)"
         if os.environ.get("RANK", "0") == "0":
             self.stderr.write(f"doctor: {line}\n")
 
@@ -690,8 +714,9 @@ def overlap(*ranks, part=0.5):
 def weights(state, params):
     """the ranks' weights differ
     The cause is one of these: the model is not wrapped in DDP; the script calls the model, not the wrapper;
-    layers were unfrozen or added after wrapping; only one rank has loaded the weights or the optimizer's
-    state; no_sync() covers the last backward() of a step; one rank skips a step.
+    layers were unfrozen or added after wrapping; a step does not use some of them; only one rank has loaded
+    the weights or the optimizer's state; no_sync() covers the last backward() of a step; ranks decide by
+    themselves to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]
@@ -700,7 +725,8 @@ def weights(state, params):
 @check("optimizer", differ)
 def learning_rates(state, params):
     """the learning rates differ
-    Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`.
+    Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`, and all that
+    decides when a loop ends.
     """
     return state.steps, {f"of group {i}:": rate for i, rate in enumerate(state.rates)}
 
@@ -759,7 +785,8 @@ def samples(batches):
 @check("tensors", differ, "suspicion")
 def plain_tensors(model, state):
     """tensors that DDP does not see to differ
-    If they should be equal, all-reduce the sums and counts of each batch before you update them.
+    If they should be equal, begin with equal ones, and all-reduce the sums and counts of each batch before you
+    update them. If training does not use them, or only rank 0 does, it is right.
     leggedrobotics/rsl_rl#226"""
     alone = [] if state.copied else own_buffers(model)
     return tensors([*alone, *(x for x in plain_attributes(model) if x[0] in state.plain)])
@@ -857,7 +884,8 @@ def repeated_samples(sampler, again, evaluates):
 @check("schedules", alike, "suspicion")
 def schedule_lengths(schedules):
     """a schedule has not the length of the run
-    If the run was not stopped early: W ranks take W times fewer steps than one; count those.
+    If the run was not stopped early: count optimizer steps. W ranks take W times fewer than one, and accumulation
+    takes fewer, too.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
     for name, length, steps, warm_up in schedules.values():
@@ -894,6 +922,12 @@ def parameters(optimizer):
 def versions(optimizer):
     """Return what changes with the parameters: where they are, and torch's count of changes in place."""
     return [(p.data_ptr(), p._version) for p in parameters(optimizer) if has_bytes(p)]
+
+
+def few_numbers(optimizer):
+    """Return the first number of up to 32 parameters, as a change through `.data` is not counted."""
+    params = [p for p in parameters(optimizer) if has_bytes(p) and p.numel()]
+    return [p.detach().as_strided((1,), (1,)).clone() for p in params[:: len(params) // 16 or 1]]
 
 
 def owner_and_names(params):

@@ -10,7 +10,9 @@ import pathlib
 import random
 import re
 import runpy
+import signal
 import sysconfig
+import time
 import traceback
 import types
 
@@ -26,7 +28,7 @@ DOCTOR = ROOT / "tests" / "doctor.py"
 LOOP = """
 from itertools import chain, count, islice
 from queue import SimpleQueue
-import collections, contextlib, copy, datetime, gc, numpy, pathlib, random, sys, threading, time, types
+import collections, contextlib, copy, datetime, gc, numpy, os, pathlib, random, signal, sys, threading, time, types
 import weakref
 import torch, torch.distributed as dist
 from torch import nn
@@ -167,9 +169,11 @@ class Relative(torch.optim.Optimizer):  # Adafactor's groups have no rate, eithe
             p.data -= 0.1 * p.grad
 
 kind, *flags = sys.argv[1:]
+if kind == "spawns":  # no process, for here one of them would run all this again
+    sys.exit(torch.multiprocessing.spawn(print, (), nprocs=0))
 limit = {"timeout": datetime.timedelta(minutes=2)} if kind == "break" else {}  # as libraries set one
 dist.init_process_group("gloo", **limit)
-rank, device = dist.get_rank(), "cpu"
+rank, device = dist.get_rank(), at_once if kind == "raises at once" else "cpu"
 torch.manual_seed(rank)
 samples = torch.randn(65, 4, generator=torch.Generator().manual_seed(0))
 train_set, test_set = TensorDataset(samples[:64]), TensorDataset(samples)
@@ -440,12 +444,18 @@ if kind == "unfrozen at last":
     model.head.requires_grad_(True)
     ddp(samples[rank::2]).sum().backward()
     optimizer.step()
+if kind == "saved" and rank == 0:  # as an average is, which `.data` gets without a trace
+    [p.data.mul_(2) for p in model.parameters()]
 if kind == "destroys not":
     sys.exit()
 if kind == "raises":
     raise ValueError("of the script")
 if kind == "exits":
     sys.exit("of the script")
+if kind == f"rank {rank} dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+if "dies" in kind:
+    dist.barrier()
 print("ends", rank)
 del ddp, other_ddp
 dist.destroy_process_group()
@@ -532,7 +542,7 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
-RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros"]
+RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 
 
 @pytest.fixture
@@ -838,15 +848,41 @@ def test_hang_of_which_a_library_makes_an_end_of_its_own(loop, tmp_path):
         assert f"... loop.py:{BARRIER}, in <module>: " in ranks.output()
 
 
+def examine_the_impatient(*arguments):
+    doctor.ANSWER = 1
+    examine(*arguments)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies(dead, loop):
+    """As by the out-of-memory killer, or by Gloo; then torchrun, which has the store, ends the other, which speaks."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": store.port}
+    with Ranks(examine_the_impatient, loop, f"rank {dead} dies", **agent) as ranks:
+        ranks.wait_for("Connection (closed|reset)")
+        time.sleep(0.5)
+        ranks.kill(1 - dead, signal.SIGTERM)
+        codes = ranks.wait()
+        assert findings(ranks.output()) == ["suspicion: ranks have waited for others in vain"]
+        assert f"        rank {dead} does not answer: it has died" in ranks.output()
+        assert f"        rank {1 - dead}, after 32 optimizer steps: loop.py:" in ranks.output()
+        assert (codes[dead], codes[1 - dead]) == (-9, 1)
+
+
 @pytest.mark.parametrize(
-    ("kind", "code", "last"), [("raises", 1, "ValueError: of the script"), ("exits", 1, "of the script")]
+    ("kind", "last", "found"),
+    [
+        ("raises", "ValueError: of the script", "32 forward passes through DDP: nothing found before the error"),
+        ("exits", "of the script", "32 forward passes through DDP: nothing found before the error"),
+        ("raises at once", "NameError: name 'at_once' is not defined", "no optimizer step was seen before the error"),
+    ],
 )
-def test_ends_as_without(kind, code, last, loop):
+def test_ends_as_without(kind, last, found, loop):
     with Ranks(examine, loop, kind) as ranks:
-        assert ranks.wait() == [code] * 2
+        assert ranks.wait() == [1, 1]
         output = ranks.output()
         assert output.count(f"{last}\n") == 2 and "doctor.py" not in output
-        assert "32 forward passes through DDP: nothing found before the error" in output
+        assert found in output
 
 
 TELL = """
@@ -868,10 +904,14 @@ def test_command_line(script, tmp_path):
     assert "doctor: one process (torchrun starts more), so there was nothing to compare" in examined.stderr
 
 
-def test_one_process(loop):
-    assert "doctor: one process (torchrun starts more), so there was nothing to compare" in finish(
-        examine, loop, "plain", nproc=1
-    )
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("plain", "one process (torchrun starts more)"), ("spawns", "the script has started processes by itself")],
+)
+def test_one_process(kind, why, loop):
+    output = finish(examine, loop, kind, nproc=1)
+    assert f"doctor: {why}, so there was nothing to compare" in output
+    assert ("doctor: the script starts processes by itself, which I do not" in output) == (kind == "spawns")
 
 
 def test_a_limit_of_the_scripts_own(loop):
@@ -903,7 +943,7 @@ dist.destroy_process_group()
 def test_sharded(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED)
     output = finish(examine, tmp_path / "sharded.py")
-    assert "nothing found" in output and "(sharded parameters were not compared)" in output
+    assert "nothing found" in output and "(sharded parameters were not compared) (no batches were seen)" in output
 
 
 def test_four_processes(loop):
@@ -917,7 +957,7 @@ def test_twins_end_on_their_hash(script, small_mnist, tmp_path):
     hashes = [weights(finish(script, *flags, 1))]
     for epochs in (1, 2):
         output = finish(with_small_model, examine, ROOT / script, *flags, epochs, "--checkpoint", tmp_path / "ck.pt")
-        assert "nothing found" in output
+        assert "nothing found" in output and "no batches" not in output
         hashes.append(weights(output))
     assert hashes[0] == hashes[1] != hashes[2]
 
