@@ -50,7 +50,7 @@ check_number --nnodes "${nnodes:=1}" 1 9999
 check_number --node-rank "${node_rank:-0}" 0 $((nnodes - 1))
 check_number --master-port "$master_port" 1 65535
 [[ $nproc_per_node == gpu ]] || check_number --nproc-per-node "$nproc_per_node" 1 9999
-[[ -e $script ]] || script=$(dirname "$0")/$script
+[[ -e $script ]] || script=$(dirname "$(readlink -f "$0")")/$script
 [[ -e $script ]] || fail "there is no script $script"
 [[ ! $interface ]] || export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
 if ((nnodes == 1 && ${#hosts[@]} == 0)) && [[ $nproc_per_node != gpu ]]; then

@@ -10,8 +10,9 @@
 #
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
-# and resumes. Without, a job begins anew when Slurm requeues it, as after a preemption. A job that
-# fails is not requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides
+# and resumes. (If its training ends in these 120 s, it is requeued, too, and then only tests.)
+# Without, a job begins anew when Slurm requeues it, as after a preemption. A job that fails is not
+# requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides
 # --gpus-per-node. If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
 # --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
@@ -91,5 +92,5 @@ code=$?
 [[ $(scontrol show job "$job") != *PreemptTime=[0-9]* ]] || stopped=yes code=0
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
-echo 'stopped early: requeued'
+echo 'perhaps not complete: requeued'
 scontrol requeue "$job"

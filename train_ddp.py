@@ -378,20 +378,23 @@ def save_checkpoint(args, model, optimizer, epoch, samples_done):
         "position": (epoch, samples_done),  # of that epoch's samples, those of all ranks
         "data": data_flags(args),
     }
-    temporary = f"{args.checkpoint}.tmp"
+    path = args.checkpoint.resolve()  # a link stays, and the file that it points to is replaced
+    temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())  # all of it is on the disk before it gets the name
-    os.replace(temporary, args.checkpoint)
+    os.replace(temporary, path)
 
 
 def load_checkpoint(args, model, optimizer, global_batch, steps):
     """Load what was saved last. Return the epoch to begin with and its steps done. Collective."""
     path, state = args.checkpoint, None
     if path and dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()  # if we cannot write there, this raises
+        if args.epochs:  # else, nothing will be saved
+            folder = path.resolve().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # if we cannot write there, this raises
         try:
             state = dict(torch.load(path, map_location="cpu")) if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything

@@ -80,9 +80,12 @@ def killed_in_a_save(call, function, *arguments):
 
 
 def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
+    """The checkpoint is a link to another disk, and stays one."""
+    (tmp_path / "ck.pt").symlink_to("disk/ck.pt")
     with Ranks(killed_in_a_save, 2, with_small_model, run_script, DDP, *saving) as ranks:
-        assert 0 not in ranks.wait() and (tmp_path / "ck.pt.tmp").exists()
+        assert 0 not in ranks.wait() and (tmp_path / "disk" / "ck.pt.tmp").exists()
     assert re.search("resumed from .*  epoch 1  step 4\n", finish(MANUAL, *saving))
+    assert (tmp_path / "ck.pt").is_symlink()
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 
 

@@ -45,8 +45,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_a_mistake_is_one_line(arguments):
-    result = run([LAUNCHER, *arguments.split()])
+def test_a_mistake_is_one_line(arguments, tmp_path):
+    """Also through a link, as from ~/bin; what is beside the launcher is not beside the link."""
+    (tmp_path / "launch").symlink_to(LAUNCHER)
+    result = run([tmp_path / "launch", *arguments.split()])
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"launch_multinode_ddp.sh: error: {MISTAKES[arguments]}\n"
 

@@ -155,7 +155,7 @@ LEFT_OUT = [  # what is taken out of train_ddp.py, what takes its place, and wha
     ("sampler.set_epoch(epoch)", "pass", "the same order in both epochs"),
     ("dist.broadcast(buffer, src=0)", "pass", DIFFERENT),
     ('sum_over_ranks_or_exit([loss, correct, count], device, "the test")', "loss.item(), 0, count", "were counted"),
-    ("if rank == 0 and (save_now or stop):", "if save_now or stop:", "'ck.pt.tmp' -> 'ck.pt'"),
+    ("if rank == 0 and (save_now or stop):", "if save_now or stop:", "/ck.pt.tmp' -> '/"),
 ]
 
 
