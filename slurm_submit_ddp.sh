@@ -40,8 +40,8 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # Below, srun starts one task on each node, which gets the CPUs and GPUs of all tasks that sbatch was
-# asked for. With the variables that are unset below, srun would give it the GPUs of only one of
-# sbatch's tasks (with --gpus-per-node=0 --gpus=3, none).
+# asked for. If the variables below stayed set, srun would give it the GPUs of only one of sbatch's
+# tasks (with --gpus-per-node=0 --gpus=3, none).
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

@@ -86,7 +86,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # This comes before the save, so a run whose loss is not finite ends without saving.
+            # This comes before the save, as `sum_over_ranks_or_exit` exits if a loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

@@ -80,7 +80,7 @@ class Bucket:
     def collect(self, p):
         """Move the gradient of `p` into the bucket, divided by the world size."""
         view = self.views[p]
-        if p.grad is None:  # not used on this rank; another one may have used it and count on us
+        if p.grad is None:  # not used on this rank; another rank may have, and needs our part
             view.zero_()
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
@@ -121,7 +121,7 @@ class GradientAverager:
     `sync` says what is sent, and when:
     - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is full and those
       before it are sent (Li et al., VLDB 2020, arXiv:2006.15704);
-    - "flat": all gradients at once, in average(), or up to the next one of another dtype;
+    - "flat": all gradients in average(), in one bucket, or in several where dtypes change;
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. With "bucketed", a
@@ -233,7 +233,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # This comes before the save, so a run whose loss is not finite ends without saving.
+            # This comes before the save, as `sum_over_ranks_or_exit` exits if a loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

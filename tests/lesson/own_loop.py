@@ -39,7 +39,7 @@ options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # Other ways to start workers, such as Python 3.14's default, need an `if __name__ == "__main__":`.
 # If "fork" hangs, see the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
-# The sampler's drop_last makes shares equal. The loader's omits the last batch of a share if it is smaller.
+# The sampler's drop_last makes shares equal. The loader's drop_last omits a smaller last batch.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
