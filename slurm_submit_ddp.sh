@@ -75,7 +75,7 @@ srun --export=ALL --ntasks="$SLURM_NNODES" $cpus $gpus --kill-on-bad-exit=1 ${SR
 srun=$! stopped=''
 
 save_and_stop() {
-    echo 'time is nearly up: saving'
+    echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
     # Ranks that were still starting have ignored it: it comes again if srun is there after 60 s.

@@ -21,12 +21,14 @@ It looks at
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
 - the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
-- collectives that wait longer than 20 s, or the script's or its library's own limit. They fail, and
-  the line of each rank is shown. --timeout changes this limit, not those of new_group. With NCCL,
-  it is torch that ends the ranks; which collective they do not share, torchfrtrace tells: README.md
+- collectives that wait longer than 20 s, or the script's or its library's own limit, such as the 30
+  minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit,
+  not those of new_group. With NCCL, it is torch that ends the ranks; which collective they do not
+  share, torchfrtrace tells: README.md
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches
+- ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds or
+  probes that each rank fits alone
 - ranks agree on purpose: one replay buffer, dates, points of a boundary, samples that each augments
   in its own way, or a random order of which each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
@@ -97,7 +99,7 @@ KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are th
 BUSY = " (in no collective)"
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
-IN_VAIN = "[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
+IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
@@ -191,7 +193,7 @@ class Doctor:
         self.said, self.sharded = [], False
         self.waiting = {}  # looks of rank 0 that have not been compared
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
-        self.optimizers, self.states = weakref.WeakKeyDictionary(), []
+        self.optimizers, self.states, self.kept = weakref.WeakKeyDictionary(), [], {}
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
@@ -249,7 +251,8 @@ class Doctor:
         else:
             self.limit = timeout.total_seconds()
         store, number = dist.distributed_c10d._get_default_store(), next(self.number["group"])
-        self.store, self.told = dist.PrefixStore(f"doctor {number}", store), False
+        # A clone, as a thread that waits by the script's own would keep the watcher from it.
+        self.store, self.told = dist.PrefixStore(f"doctor {number}", store.clone()), False
         self.lines = [f"line {rank}" for rank in self.ranks]
         self.stop = threading.Event()
         self.watcher = threading.Thread(target=self.safely, args=[self.watch], daemon=True)
@@ -327,7 +330,10 @@ class Doctor:
             state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
-        state.versions, state.numbers = versions(optimizer), few_numbers(optimizer)
+        state.versions, state.norms = versions(optimizer), norms(optimizer)
+        # What has taken a step lately is kept for the look at the end, before which `main()` may return.
+        self.kept = {key: kept for key, kept in self.kept.items() if self.steps - kept[0] < 100}
+        self.kept[state.key] = self.steps, optimizer, state.model()
         before, state.random = state.random, random_states()
         for name, drawn in drawn_between(before, state.random).items():
             state.draws[name] = [*state.draws[name][-2:], drawn]
@@ -395,8 +401,9 @@ class Doctor:
 
     def after_iter(self, iterator, loader):
         self.after_seed()
-        shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
-        if shuffles and type(loader.batch_sampler) is BatchSampler:
+        # A BatchSampler of the script's own has the sampler, and the loader then another one.
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
+        if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
         self.begin(iterator, loader)
 
@@ -551,9 +558,9 @@ class Doctor:
             self.watcher.join()
         if self.store is None:
             return
-        if in_vain:  # a rank may have died, and torchrun be about to end the others
-            with contextlib.suppress(ValueError):  # of a thread that is not the main one
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        main_thread = threading.current_thread() is threading.main_thread()
+        if in_vain and main_thread:  # a rank may have died, and torchrun be about to end the others
+            handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
             with self.lock:
@@ -563,6 +570,8 @@ class Doctor:
                 self.explain()
         elif in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
             self.explain(for_rank_0=True)
+        if in_vain and main_thread:
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
         self.store = None
 
     def look_at_end(self):
@@ -570,7 +579,7 @@ class Doctor:
             # Weights that rank 0 has loaded since the last step, as those that were best, are not compared.
             optimizer = state.optimizer()
             unchanged = optimizer is not None and versions(optimizer) == state.versions
-            unchanged = unchanged and all(map(torch.equal, few_numbers(optimizer), state.numbers))
+            unchanged = unchanged and all(map(torch.equal, norms(optimizer), state.norms))
             self.look("optimizer", state.key, "the end", state, parameters(optimizer) if unchanged else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
@@ -597,10 +606,11 @@ class Doctor:
             self.wait_until(self.lines, ANSWER)
             there = [self.store.check([key]) for key in self.lines]
             lines = [self.store.get(key).decode() for key, it_is in zip(self.lines, there, strict=True) if it_is]
-            dead = [f"rank {rank} does not answer: it has died" for rank in self.ranks if not there[rank]]
+            silent = "does not answer: it has died, or is in a call that keeps Python busy"
+            dead = [f"rank {rank} {silent}" for rank in self.ranks if not there[rank]]
             busy = any(line.endswith(BUSY) for line in lines)
             lines += dead
-            if busy:
+            if busy or dead:
                 lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer.")
             lines += [
                 "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
@@ -616,6 +626,8 @@ class Doctor:
         if not self.told:
             line = f"rank {self.rank}, after {self.steps} optimizer steps: {place}"
             self.store.set(self.lines[self.rank], line if place else "")
+            if self.rank == 0 and not place:  # the script has raised, and there is nothing to explain
+                self.store.set("explained", "")
         self.told = True
 
     def wait_until(self, keys, seconds):
@@ -924,10 +936,10 @@ def versions(optimizer):
     return [(p.data_ptr(), p._version) for p in parameters(optimizer) if has_bytes(p)]
 
 
-def few_numbers(optimizer):
-    """Return the first number of up to 32 parameters, as a change through `.data` is not counted."""
-    params = [p for p in parameters(optimizer) if has_bytes(p) and p.numel()]
-    return [p.detach().as_strided((1,), (1,)).clone() for p in params[:: len(params) // 16 or 1]]
+def norms(optimizer):
+    """Return those of the parameters, as torch does not count a change through `.data`."""
+    params = [p.detach() for p in parameters(optimizer) if has_bytes(p) and p.is_floating_point()]
+    return torch._foreach_norm(params) if params else ()
 
 
 def owner_and_names(params):
