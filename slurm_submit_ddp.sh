@@ -34,14 +34,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, the last job has the SLURM_JOB_ID of the array, by which all would be requeued.
+# In an array, the last job has the SLURM_JOB_ID of the array: by this ID, all would be requeued.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# Below, srun starts one task on each node, which gets the CPUs and GPUs of all tasks that sbatch was
-# asked for. If the variables below stayed set, srun would give it the GPUs of only one of sbatch's
-# tasks (with --gpus-per-node=0 --gpus=3, none).
+# srun starts one task on each node, which is to get all CPUs and GPUs of the job there. If the
+# variables below stayed set, it would get the GPUs of only one of the tasks that sbatch was asked
+# for (with --gpus-per-node=0 --gpus=3, none).
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -58,7 +58,7 @@ start_torchrun() {
     # With `gpu`, torchrun starts a process for each GPU that it sees. Slurm may not know how many
     # there are: then a process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
-    # By default, each of several processes has one thread, and a process alone all cores of a node.
+    # torchrun would give each of several processes one thread, and torch a single one all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
     echo "$SLURMD_NODENAME: processes: $processes, CPU threads per process: $OMP_NUM_THREADS"
     trap '' USR1 # it is for the training processes; torchrun would die of it

@@ -403,7 +403,7 @@ def load_data(args, rank, local_rank, device):
 
 
 def data_flags(args):
-    """Return what decides which sample is where: with other flags, a run must not be resumed."""
+    """Return what decides the samples and their order: with other values, no run may resume."""
     return f"--dataset {args.dataset} --train-size {args.train_size} --seed {args.seed}"
 
 
