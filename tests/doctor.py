@@ -96,7 +96,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
-BUSY = " (in no collective)"
+BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a call that keeps Python busy"
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
@@ -238,7 +238,7 @@ class Doctor:
 
     def before_spawn(self, *args, **kwargs):
         self.spawned = True
-        self.stderr.write("doctor: the script starts processes by itself, which I do not look at: let torchrun do it\n")
+        self.stderr.write("doctor: the script starts processes by itself, which I do not look at\n")
 
     def join(self, _, backend=None, init_method=None, timeout=None, *args, **kwargs):
         """Begin to look, as there is a process group."""
@@ -330,7 +330,7 @@ class Doctor:
             state.names = owner_and_names(params)[1]
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
-        state.versions, state.norms = versions(optimizer), norms(optimizer)
+        state.norms = norms(optimizer)
         # What has taken a step lately is kept for the look at the end, before which `main()` may return.
         self.kept = {key: kept for key, kept in self.kept.items() if self.steps - kept[0] < 100}
         self.kept[state.key] = self.steps, optimizer, state.model()
@@ -558,9 +558,9 @@ class Doctor:
             self.watcher.join()
         if self.store is None:
             return
-        main_thread = threading.current_thread() is threading.main_thread()
+        main_thread, caught = threading.current_thread() is threading.main_thread(), []
         if in_vain and main_thread:  # a rank may have died, and torchrun be about to end the others
-            handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            handler = signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
             with self.lock:
@@ -572,14 +572,15 @@ class Doctor:
             self.explain(for_rank_0=True)
         if in_vain and main_thread:
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+            if caught and callable(handler):  # of a script that goes on
+                signal.raise_signal(signal.SIGTERM)
         self.store = None
 
     def look_at_end(self):
         for state in self.states:
             # Weights that rank 0 has loaded since the last step, as those that were best, are not compared.
             optimizer = state.optimizer()
-            unchanged = optimizer is not None and versions(optimizer) == state.versions
-            unchanged = unchanged and all(map(torch.equal, norms(optimizer), state.norms))
+            unchanged = optimizer is not None and all(map(torch.equal, norms(optimizer), state.norms))
             self.look("optimizer", state.key, "the end", state, parameters(optimizer) if unchanged else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
@@ -604,20 +605,19 @@ class Doctor:
             self.tell(script_lines(lines) + BUSY * (not waits(lines[-1])))
         if self.rank == 0 or for_rank_0:
             self.wait_until(self.lines, ANSWER)
-            there = [self.store.check([key]) for key in self.lines]
-            lines = [self.store.get(key).decode() for key, it_is in zip(self.lines, there, strict=True) if it_is]
-            silent = "does not answer: it has died, or is in a call that keeps Python busy"
-            dead = [f"rank {rank} {silent}" for rank in self.ranks if not there[rank]]
-            busy = any(line.endswith(BUSY) for line in lines)
-            lines += dead
-            if busy or dead:
+            lines = [
+                self.store.get(key).decode() if self.store.check([key]) else f"rank {rank}{SILENT}"
+                for rank, key in enumerate(self.lines)
+            ]
+            unsure = any(line.endswith((BUSY, SILENT)) for line in lines)
+            if unsure:
                 lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer.")
             lines += [
                 "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
                 "decides. If one rank evaluates alone, let it call the model: the wrapper's call may be a collective.",
             ]
             if all(lines):
-                word = "suspicion" if busy or dead else "mistake"
+                word = "suspicion" if unsure else "mistake"
                 self.say(f"{word}: ranks have waited for others in vain", "", *lines)
             self.store.set("explained", "")
 
@@ -652,7 +652,7 @@ class Doctor:
         if self.watcher is None:
             alone = os.environ.get("WORLD_SIZE", "1") == "1"
             why = "one process (torchrun starts more)" if alone else f"no process group was made{before}"
-            why = "the script has started processes by itself" if self.spawned else why
+            why = "the script has started its processes by itself, not by torchrun" if self.spawned else why
             line = f"{why}, so there was nothing to compare"
         line += " (sharded parameters were not compared)" * self.sharded
         if self.steps and not self.passes and next(self.number["loader"]) == 1:
@@ -931,14 +931,9 @@ def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def versions(optimizer):
-    """Return what changes with the parameters: where they are, and torch's count of changes in place."""
-    return [(p.data_ptr(), p._version) for p in parameters(optimizer) if has_bytes(p)]
-
-
 def norms(optimizer):
-    """Return those of the parameters, as torch does not count a change through `.data`."""
-    params = [p.detach() for p in parameters(optimizer) if has_bytes(p) and p.is_floating_point()]
+    """Return what tells whether parameters have changed, also through `.data`, which torch does not count."""
+    params = [p.detach() for p in parameters(optimizer) if has_bytes(p) and (p.is_floating_point() or p.is_complex())]
     return torch._foreach_norm(params) if params else ()
 
 

@@ -462,8 +462,18 @@ if kind == "exits":
     sys.exit("of the script")
 if kind == f"rank {rank} dies":
     os.kill(os.getpid(), signal.SIGKILL)
-if "dies" in kind:
-    dist.barrier()
+if kind == "rank 0 raises" and rank == 0:
+    raise ValueError("of the script")
+if "dies" in kind or kind == "rank 0 raises":
+    try:
+        dist.barrier()
+    except RuntimeError:
+        if not flags:
+            raise
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("its own handler of SIGTERM"))
+        print("Connection lost", flush=True)
+        dist.destroy_process_group()
+        time.sleep(99)
 print("ends", rank)
 del ddp, other_ddp
 dist.destroy_process_group()
@@ -873,11 +883,17 @@ def examine_the_impatient(*arguments):
     examine(*arguments)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_dies(dead, loop):
-    """As by the out-of-memory killer, or by Gloo; then torchrun, which has the store, ends the other, which speaks."""
+@pytest.fixture
+def agent():
+    """Variables by which ranks meet in a store that outlives them, as that of torchrun's agent does."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": store.port}
+    yield {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": store.port}
+    del store  # which ends it
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies(dead, loop, agent):
+    """As by the out-of-memory killer, or by Gloo; then torchrun ends the other, which speaks."""
     with Ranks(examine_the_impatient, loop, f"rank {dead} dies", **agent) as ranks:
         ranks.wait_for("Connection (closed|reset)")
         time.sleep(0.5)
@@ -887,6 +903,31 @@ def test_a_rank_that_dies(dead, loop):
         assert f"        rank {dead} does not answer: it has died, or" in ranks.output()
         assert f"        rank {1 - dead}, after 32 optimizer steps: loop.py:" in ranks.output()
         assert (codes[dead], codes[1 - dead]) == (-9, 1)
+
+
+def test_a_script_that_goes_on_without_a_rank(loop):
+    with Ranks(examine_the_impatient, loop, "rank 1 dies", "and the other goes on") as ranks:
+        ranks.wait_for("Connection lost")
+        time.sleep(0.5)
+        ranks.kill(0, signal.SIGTERM)
+        assert ranks.wait() == [1, -9]
+        assert "its own handler of SIGTERM" in ranks.output()
+
+
+def examine_the_patient(*arguments):
+    doctor.ANSWER = 1000
+    examine(*arguments)
+
+
+def test_nobody_waits_for_a_rank_whose_error_says_it_all(loop, agent):
+    with Ranks(examine_the_patient, loop, "rank 0 raises", **agent) as ranks:
+        assert ranks.wait() == [1, 1]
+        assert findings(ranks.output()) == []
+
+
+def test_a_loaders_limit_is_no_collective():
+    assert not re.search(doctor.IN_VAIN, "DataLoader timed out after 5 seconds")
+    assert re.search(doctor.IN_VAIN, "Timed out waiting 20000ms for recv operation to complete")
 
 
 @pytest.mark.parametrize(
@@ -926,7 +967,10 @@ def test_command_line(script, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("plain", "one process (torchrun starts more)"), ("spawns", "the script has started processes by itself")],
+    [
+        ("plain", "one process (torchrun starts more)"),
+        ("spawns", "the script has started its processes by itself, not by torchrun"),
+    ],
 )
 def test_one_process(kind, why, loop):
     output = finish(examine, loop, kind, nproc=1)
