@@ -102,7 +102,8 @@ stop() { # exit code, reason
     kill "$pipe" 2>/dev/null # Ctrl-C may have done so
 }
 trap 'stop 130 "stopped by a signal"' HUP INT TERM
-while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < patience)); do # the next start needs the port
+# After a stop, it waits for the hosts, as a new start would find the port in use.
+while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < patience)); do
     for node in "${!pids[@]}"; do
         kill -0 "${pids[node]}" 2>/dev/null && continue
         wait "${pids[node]}" || stop $? "${hosts[node]} ended with exit code $?"

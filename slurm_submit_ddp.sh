@@ -10,7 +10,7 @@
 #
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
-# and resumes. (If its training ends in these 120 s, it is requeued, too, and then only tests.)
+# and resumes. (If its training ends in these 120 s, it is requeued, too, and then only evaluates.)
 # Without, a job begins anew when Slurm requeues it, as after a preemption. A job that fails is not
 # requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides --gpus-per-node.
 # If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
@@ -34,14 +34,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, the last job has the SLURM_JOB_ID of the array: by this ID, all would be requeued.
+# One job of an array has the array's ID as its SLURM_JOB_ID: by that ID, all would be requeued.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun starts one task on each node, which is to get all CPUs and GPUs of the job there. If the
-# variables below stayed set, it would get the GPUs of only one of the tasks that sbatch was asked
-# for (with --gpus-per-node=0 --gpus=3, none).
+# srun starts one task on each node, which is to get all CPUs and GPUs that the job has there. As
+# sbatch may have been asked for several tasks per node, what they have is added up. By the variables
+# that are unset, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -55,8 +55,8 @@ echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $rest
 start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
-    # With `gpu`, torchrun starts a process for each GPU that it sees. Slurm may not know how many
-    # there are: then a process gets one thread.
+    # With `gpu`, torchrun starts a process for each GPU that it sees. If Slurm does not know how
+    # many GPUs there are, each process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # torchrun would give each of several processes one thread, and torch a single one all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
@@ -88,7 +88,8 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 wait "$srun"
 code=$?
-# Slurm does not requeue a job that ends by itself in the grace time of a preemption.
+# A job that ends by itself in the grace time of a preemption is not requeued by Slurm. Its exit code
+# does not count, as torchrun fails after SIGTERM.
 [[ $(scontrol show job "$job") != *PreemptTime=[0-9]* ]] || stopped=yes code=0
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }

@@ -80,13 +80,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate at the middle of the step. (At the end of the last step, it would be 0.)
+            # The rate at the middle of the step, as at the end of the last step it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # This comes before the save, as `sum_over_ranks_or_exit` exits if a loss is not finite.
+            # The report comes before the save, as it ends the run if a loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # After an epoch's last step, all samples count as done, also those left out.
+                # In samples, as W may change. At an epoch's end, all are done, also those left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -179,7 +179,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
 def evaluate(model, test_set, device, args):
     """Return loss and accuracy on the whole test set, the same on all ranks. Collective."""
     # 6. Evaluate together. BatchNorm's running statistics differ by rank, as each has trained on
-    # different images: all take those of rank 0. (DDP does so, too, in the next step.)
+    # different images: all take those of rank 0. (DDP would do so only in the next step.)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -188,7 +188,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`: its forward pass may be a collective, and a rank may have one batch less.
+        # Not `ddp`: its forward pass may be a collective, and a rank may have no batch.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
@@ -261,8 +261,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. The sampler yields the indices of one batch at
-    # a time, and the data set returns these images as one tensor. For files, use workers:
+    # Images and indices are in memory, on `device`. What stands for a sampler here is a list: each
+    # entry has the indices of a batch, and dataset[entry] is this batch. For files, use workers:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -336,8 +336,8 @@ def set_environment(args):
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # If torchrun is killed from now on, so is this process, before it can write over the next
-        # run's file. (If torchrun is killed in the first seconds, this process lives on.)
+        # From now on, this process is killed when torchrun is. Or it would live on, and write over
+        # the file of a run that resumes. (It does if torchrun is killed in the first seconds.)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well

@@ -68,7 +68,7 @@ if state := box[0]:
 ddp = DistributedDataParallel(model)  # 4. start from equal weights and average the gradients
 
 for epoch in range(first_epoch, EPOCHS):
-    if patience == 0:  # on all ranks alike, as it comes from the accuracy of all
+    if patience == 0:  # also when resumed; on all ranks alike, as it comes from the accuracy of all
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
@@ -76,7 +76,7 @@ for epoch in range(first_epoch, EPOCHS):
     # uninterrupted one would have drawn.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    loss_sum, samples, hits = sums  # three views: what is added to them is added to `sums`
+    loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
     hidden = None if rank == 0 else True  # None: draw the bar only in a terminal
     bar = tqdm(train_loader, leave=False, disable=hidden)
     for i, batch in enumerate(bar, start=1):
@@ -114,7 +114,8 @@ for epoch in range(first_epoch, EPOCHS):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
-        for name in ("best.pt", "last.pt") if improved else ("last.pt",):
+        names = ["best.pt", "last.pt"] if improved else ["last.pt"]
+        for name in names:
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
 del ddp  # without this, the process may crash at its end, on CPUs
