@@ -44,7 +44,7 @@ from torchvision.models import resnet18
 from tqdm import tqdm
 
 
-@record  # torchrun's summary then shows the traceback of the rank that failed first
+@record  # torchrun's summary then shows the traceback of a rank that failed
 def main(args):
     """Train and test. With --checkpoint, save before each test and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
@@ -142,7 +142,7 @@ def train_step(ddp, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        # MNIST is on the device already. Other data are copied while Python goes on.
+        # MNIST is on the device already. From pinned memory, data are copied while Python goes on.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
@@ -337,7 +337,7 @@ def set_environment(args):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # From now on, this process is killed when torchrun is. Or it would live on, and write over
-        # the file of a run that resumes. (It does if torchrun is killed in the first seconds.)
+        # the file of a run that resumes.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has to be told as well

@@ -727,7 +727,7 @@ def weights(state, params):
     """the ranks' weights differ
     The cause is one of these: the model is not wrapped in DDP; the script calls the model, not the wrapper;
     layers were unfrozen or added after wrapping; a step does not use all layers; only one rank has loaded the
-    weights or the optimizer's state; no_sync() covers the last backward() of a step; ranks decide by themselves
+    weights or the optimizer's state; no_sync() covers the last forward pass of a step; ranks decide by themselves
     to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
