@@ -390,10 +390,16 @@ class Noise(Dataset):
 
 
 def noise():
-    for workers, alike in ((2, [False, False, False]), (0, [False, True, True])):
+    same = torch.Generator().manual_seed(0)
+    for workers, generator, alike in (
+        (2, None, [False, False, False]),
+        (2, same, [True, True, True]),
+        (0, None, [False, True, True]),
+    ):
         random.seed(0)
         np.random.seed(0)
-        loader = DataLoader(Noise(), num_workers=workers, multiprocessing_context="fork" if workers else None)
+        context = "fork" if workers else None
+        loader = DataLoader(Noise(), num_workers=workers, multiprocessing_context=context, generator=generator)
         first, second = gather(torch.cat([*loader]))
         assert (first == second).all(dim=0).tolist() == alike and len({*first.flatten().tolist()}) == 12
 
@@ -433,6 +439,16 @@ def two_models():
         assert equal(real.parameters()) and equal(fake.parameters()) == through
 
 
+def two_losses():
+    for once in (True, False):
+        model, ddp, optimizer = make()
+        first, second = (ddp(torch.randn(8, 4)).square().mean() for _ in range(2))
+        for loss in (first + second,) if once else (first, second):
+            loss.backward()
+        optimizer.step()
+        assert equal(model.parameters()) == once
+
+
 class Numbers(IterableDataset):
     exec(textwrap.dedent(lesson("def __iter__")), {"islice": islice, "get_worker_info": get_worker_info}, locals())
 
@@ -467,14 +483,15 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "With `num_workers=0`, seed these yourself": noise,
+    "and so with `num_workers=0`, seed these yourself": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "after the wrapper, because only then are the weights of all ranks equal. Update it on each rank. "
+    "after the wrapper, as before, the weights may differ by rank. Update it on each rank. "
     "Before you evaluate it, broadcast": averaged,
     "both models of a GAN": two_models,
+    "and then `backward()` once": two_losses,
     "After unfreezing layers, wrap again": frozen_and_unfrozen,
 }
 
