@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start train_ddp.py, or its twin, with torchrun. What follows -- goes to the training script.
+# Start train_ddp.py, or its twin, with torchrun. Arguments after -- go to the training script.
 #
 #   ./launch_multinode_ddp.sh --nproc-per-node gpu -- --epochs 3    train on this machine
 #   ./launch_multinode_ddp.sh --nnodes 2 --nproc-per-node 8         print the command of each node

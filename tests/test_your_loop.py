@@ -34,7 +34,7 @@ from conftest import (
     write_mnist,
 )
 from test_checkpoint import killed_in_a_save
-from test_readme import MANY, OWN, README, lesson
+from test_readme import MANY, ONE, OWN, README, lesson
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -379,6 +379,15 @@ def plateau():
                 dist.all_reduce(loss)
             scheduler.step(loss.item())
         assert equal(model.parameters()) == reduce
+
+
+def test_the_same_metric(train_many, tmp_path):
+    trained, _ = train_many(MANY)
+    (load,) = re.findall(r"`(model.load_state_dict\(torch.load\(\S+\)\))`", README)
+    start, end = ONE.index("    for images"), ONE.index("optimizer.zero_grad()\n") + len("optimizer.zero_grad()\n")
+    (tmp_path / "one.py").write_text(f"{ONE[:start]}    {load}\n{ONE[end:]}")
+    evaluated = finish(in_dir, tmp_path, run_script, tmp_path / "one.py", nproc=1)
+    assert {*re.findall("accuracy (.*)", evaluated)} == {re.findall("accuracy (.*)", trained)[-1]}
 
 
 class Noise(Dataset):
