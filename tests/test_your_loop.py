@@ -497,7 +497,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
-    "after the wrapper, as before, the weights may differ by rank. Update it on each rank. "
+    "after the wrapper, as the weights may differ by rank before. Update it on each rank. "
     "Before you evaluate it, broadcast": averaged,
     "both models of a GAN": two_models,
     "and then `backward()` once": two_losses,
