@@ -384,8 +384,9 @@ def plateau():
 def test_the_same_metric(train_many, tmp_path):
     trained, _ = train_many(MANY)
     (load,) = re.findall(r"`(model.load_state_dict\(torch.load\(\S+\)\))`", README)
-    start, end = ONE.index("    for images"), ONE.index("optimizer.zero_grad()\n") + len("optimizer.zero_grad()\n")
-    (tmp_path / "one.py").write_text(f"{ONE[:start]}    {load}\n{ONE[end:]}")
+    ((first, last),) = re.findall(r"lines that train, from the first `(.*?)` to `(.*?)`", README)
+    start, end = ONE.index(first), ONE.index(last) + len(last)
+    (tmp_path / "one.py").write_text(ONE[:start] + load + ONE[end:])
     evaluated = finish(in_dir, tmp_path, run_script, tmp_path / "one.py", nproc=1)
     assert {*re.findall("accuracy (.*)", evaluated)} == {re.findall("accuracy (.*)", trained)[-1]}
 
