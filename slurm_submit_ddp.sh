@@ -34,14 +34,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, one job's SLURM_JOB_ID is that of the whole array: by it, all would be requeued.
+# In an array, the last task has the array's number as its SLURM_JOB_ID: that would requeue all.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, which is to get all CPUs and GPUs that the job has there. As
-# sbatch may have been asked for several tasks per node, what they have is added up. With the
-# variables that `unset` removes, srun would give torchrun the GPUs of one task, or none.
+# sbatch may have been asked for several tasks per node, what they have is added up. `unset` removes
+# the variables by which srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -88,8 +88,8 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 wait "$srun"
 code=$?
-# A job that ends by itself in the grace time of a preemption is not requeued by Slurm. Its exit code
-# does not count, as torchrun fails after SIGTERM.
+# A job that ends by itself in the grace time of a preemption is not requeued by Slurm. Here it is,
+# whatever its exit code, as torchrun fails after SIGTERM even if all is saved.
 [[ $(scontrol show job "$job") != *PreemptTime=[0-9]* ]] || stopped=yes code=0
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }

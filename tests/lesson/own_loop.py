@@ -77,8 +77,8 @@ for epoch in range(first_epoch, EPOCHS):
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
-    hidden = None if rank == 0 else True  # None: draw the bar only in a terminal
-    bar = tqdm(train_loader, leave=False, disable=hidden)
+    disable = None if rank == 0 else True  # None: tqdm draws the bar in a terminal, and not in a file
+    bar = tqdm(train_loader, leave=False, disable=disable)
     for i, batch in enumerate(bar, start=1):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
         complete = i % ACCUM_STEPS == 0  # the last pass of a step
