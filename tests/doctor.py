@@ -13,35 +13,36 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; the
   steps that it prints are those of all optimizers
-- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass gets, in lists
-  and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or, if each
-  rank augments them, by 8 integers of a batch
-- buffers and other tensors of a model, before DDP's forward passes, or without DDP at the end
+- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass in train() gets,
+  in lists and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or,
+  if each rank augments them, by 8 integers of a batch
+- buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
 - the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
 - collectives that wait longer than 20 s, or the script's or its library's own limit, such as the 30
   minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit,
-  not those of new_group. With NCCL, it is torch that ends the ranks; which collective they do not
-  share, torchfrtrace tells: README.md
+  not those of new_group, monitored_barrier, send and recv. With NCCL, it is torch that ends the ranks;
+  which collective they do not share, torchfrtrace tells: README.md
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds or
   probes that each rank fits alone
-- ranks agree on purpose: one replay buffer, dates, points of a boundary, samples that each augments
-  in its own way, or a random order of which each takes its share
+- ranks agree on purpose: one replay buffer, dates, points of a boundary, prompts of classes, one graph
+  of whose nodes each takes its share, samples that each augments in its own way, or a random order of
+  which each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an order comes again on purpose: in a second phase or a search for a learning rate, of the same
-  optimizer; in validation batches that are taken one by one between the steps; by a class made of
-  DistributedSampler
+  optimizer or of two that take turns; in validation batches that are taken one by one between the
+  steps; by a class made of DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, pairs that a contrastive loss misses, or their gradients
 - a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
-  module of the model's class
+  module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
   no tensor of two dimensions
 - samples that some ranks validate on and others train on, unless by random_split
@@ -104,6 +105,7 @@ CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|ran
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
     "in orders of their own": "the same batches",
+    "suspicion.*in orders of their own": "the same random",
     "copies of the model": "the ranks' weights differ",
     "the ranks' weights differ": "the learning rates differ",
 }
@@ -525,12 +527,12 @@ class Doctor:
 
     def comes_again(self, head, sampler, state):
         """Return whether the last order, of this sampler or of one that is gone, was this, for the same optimizers."""
-        before, state.order = state.order, (head, len(self.states))
+        before, state.order = state.order, (digest(head), len(self.states))
         orders, key = self.orders, sampler.dataset
         if type(key).__module__.startswith(KNOWN):  # a new one may have the same samples
             known, name = contents(key)
             orders, key = (self.orders_of_contents, name) if known else (orders, key)
-        with contextlib.suppress(TypeError):  # of a data set that cannot be a key
+        with contextlib.suppress(TypeError, RuntimeError):  # of a list or a tensor, which cannot be a key
             old_sampler, old_order = orders.get(key, (lambda: sampler, None))
             before = old_order if before is None and old_sampler() is None else before
             orders[key] = weakref.ref(sampler), state.order
@@ -602,7 +604,7 @@ class Doctor:
         frame = sys._current_frames()[threading.main_thread().ident]
         lines = traceback.extract_stack(frame)
         if any(line.name == "run_script" for line in lines):  # if not, `finish` is about to tell
-            self.tell(script_lines(lines) + BUSY * (not waits(lines[-1])))
+            self.tell(script_lines(lines) + BUSY * (not waits(lines[-1]) or computes()))
         if self.rank == 0 or for_rank_0:
             self.wait_until(self.lines, ANSWER)
             lines = [
@@ -725,10 +727,11 @@ def overlap(*ranks, part=0.5):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    The cause is one of these: the model is not wrapped in DDP; the script calls the model, not the wrapper;
-    layers were unfrozen or added after wrapping; a step does not use all layers; only one rank has loaded the
-    weights or the optimizer's state; no_sync() covers the last forward pass of a step; backward() is called twice
-    after a forward pass; ranks decide by themselves to skip a step or to leave a loop.
+    The cause is probably one of these: the model is not wrapped in DDP; the script calls the model, not the
+    wrapper; layers were unfrozen or added after wrapping; a step does not use all layers; only one rank has loaded
+    the weights or the optimizer's state; no_sync() covers the last forward pass of a step; backward() is called
+    twice after a forward pass, or torch.autograd.grad in its place; weights are set, or gradients scaled, by what
+    each rank has drawn or counted; ranks decide by themselves to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]
@@ -738,7 +741,7 @@ def weights(state, params):
 def learning_rates(state, params):
     """the learning rates differ
     Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`, and all that
-    decides when a loop ends.
+    decides when a loop ends. Of a checkpoint, load optimizer and scheduler on all ranks.
     """
     return state.steps, {f"of group {i}:": rate for i, rate in enumerate(state.rates)}
 
@@ -1246,6 +1249,16 @@ def waits(line):
     """Return whether this innermost line is one of a collective, or waits for one."""
     of_torch = re.search(r"torch.(distributed|nn.parallel|autograd)\b", line.filename)
     return bool(of_torch or re.search(r"\bwait\(", line.line or ""))
+
+
+def computes():
+    """Return whether the main thread is at work, as in a backward pass of a model of its own, and waits for nothing."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # as on macOS
+        return False
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+    before = time.clock_gettime(clock)
+    time.sleep(0.2)
+    return time.clock_gettime(clock) - before > 0.02
 
 
 def script_lines(lines):

@@ -144,6 +144,10 @@ class Own(DistributedSampler):  # of a rank's own samples, as YOLOv5's is
             self.yielded += 1
             yield i
 
+class Split(DistributedSampler):  # into batches, each a tensor
+    def __iter__(self):
+        return iter(torch.tensor([*super().__iter__()]).split(4))
+
 class Drawn(Dataset):  # of what draws random numbers, from files in a folder of each rank
     def __init__(self, base):
         self.base, self.names = base, [f"/scratch/{rank}/{i}.png" for i in range(64)]
@@ -204,6 +208,8 @@ if kind == "items":
     train_set = Subset(Items(), range(64))
 if kind == "drawn":
     train_set = Drawn(Drawn(None))
+if kind.endswith("of a tensor"):
+    train_set = samples[:64]
 if kind == "zeros":  # as in a benchmark
     train_set = TensorDataset(torch.zeros(64, 4))
 seed = rank if kind == "sampler seeds" else 0
@@ -232,6 +238,9 @@ if kind in (*shuffling, "files", "paths", "one seed", "noisy files"):
 if "own class" in kind:
     sampler = Own(Files())
     loader = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
+if kind.endswith("split order"):
+    sampler = Split(train_set)
+    loader = DataLoader(train_set, batch_size=None, sampler=sampler)
 if kind == "grouped":
     loader = DataLoader(train_set, batch_sampler=Grouped(RandomSampler(train_set)))
 if kind in ("deck", "turns", "masked deck"):
@@ -307,9 +316,10 @@ if kind == "schedule, after another":
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
 numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
-if kind in ("dropout", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
+if kind in ("dropout", "labelled noise", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
+large, begun = torch.ones(1000, 1000, requires_grad=True), time.monotonic()
 ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
 groups = [dist.new_group(), dist.new_group()] if kind == "groups" else []
 if kind == "its own limit":
@@ -383,6 +393,10 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             break
         if kind == "slow" and rank == 0 and epoch == step == 1:
             time.sleep(6)
+        while kind == "slow gradients" and rank == 0 and epoch == step == 1 and time.monotonic() < begun + 7:
+            (large @ large).sum().backward()
+        if kind == "labelled noise":
+            inputs, number = torch.randn(4, 4), torch.randint(2, (4,), generator=noise)
         if kind in ("gan", "generator", "added", "added late"):
             inputs = other_ddp(inputs)
         if kind == "opaque":  # samples that are no tensors, and a number for all
@@ -508,6 +522,7 @@ MISTAKES = {
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
     "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "suspicion: .*same random numbers: torch's .cpu."),
     "negatives by NumPy, with one seed on all ranks": ("numpy", "suspicion: .*same random numbers: NumPy's"),
+    "noise, with one seed and labels of each rank": ("labelled noise", "suspicion: .*same random numbers: torch's"),
     "augmentation by a loader, with one seed": ("noisy files", "suspicion: .*same random numbers: torch's .cpu."),
     "rollouts between the steps, with one seed": ("rollouts", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),
@@ -539,6 +554,8 @@ MISTAKES = {
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
     "and each epoch has a sampler": ("set_epoch, new sampler", "the same order in two epochs: 64 samples"),
+    "and the data set is a tensor": ("set_epoch, of a tensor", "the same order in two epochs: 64 samples of Tensor;"),
+    "and the sampler yields tensors": ("set_epoch, split order", "the same order in two epochs: 64 samples"),
     "of a new data set": ("set_epoch, new sampler, new data set", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
@@ -562,6 +579,7 @@ RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "tu
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
+RIGHT += ["of a tensor", "split order"]
 
 
 @pytest.fixture
@@ -842,8 +860,9 @@ LINES = (
     "dist.all_reduce(total, group=",
     "    dist.new_group()",
     "time.sleep(6)",
+    "(large @ large)",
 )
-FORWARD, SUM, BARRIER, GROUP, NEW, SLEEP = map(line_of, LINES)
+FORWARD, SUM, BARRIER, GROUP, NEW, SLEEP, GRADIENTS = map(line_of, LINES)
 
 
 @pytest.mark.parametrize(
@@ -854,6 +873,7 @@ FORWARD, SUM, BARRIER, GROUP, NEW, SLEEP = map(line_of, LINES)
         "groups": [f"8 optimizer steps: loop.py:{GROUP}", f"8 optimizer steps: loop.py:{GROUP}"],
         "a group": [f"8 optimizer steps: loop.py:{SUM}", f"8 optimizer steps: loop.py:{NEW}"],
         "slow": [f"9 optimizer steps: loop.py:{SLEEP}", f"9 optimizer steps: loop.py:{FORWARD}"],
+        "slow gradients": [f"9 optimizer steps: loop.py:{GRADIENTS}", f"9 optimizer steps: loop.py:{FORWARD}"],
         "longer": [f"8 optimizer steps: loop.py:{SUM}", f"8 optimizer steps: loop.py:{FORWARD}"],
     }.items(),
 )
@@ -862,7 +882,7 @@ def test_hang(kind, places, loop):
     with Ranks(examine, "--timeout", 3, loop, kind) as ranks:
         assert ranks.wait() == [1, 1]
         (found,) = findings(ranks.output())
-        word = "suspicion" if kind == "slow" else "mistake"
+        word = "suspicion" if "slow" in kind else "mistake"
         assert found == f"{word}: ranks have waited for others in vain"
         for rank, place in enumerate(places):
             assert f"        rank {rank}, after {place}, in <module>: " in ranks.output()
