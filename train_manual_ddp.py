@@ -125,7 +125,8 @@ class GradientAverager:
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. With "bucketed", a
-    second backward() before average() raises RuntimeError, if the first was not in no_sync().
+    second backward() through the same parameters before average() raises RuntimeError, if the first
+    was not in no_sync().
     Between backward() and average(), a p.grad may be half a sum: do not read it.
     """
 

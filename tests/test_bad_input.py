@@ -31,7 +31,7 @@ MISTAKES = {
     "--save-every 5": "--save-every needs --checkpoint FILE",
     "--batch-size 70000": "a step takes 70000 of 600 samples: lower --batch-size",
     "--metrics missing/m.jsonl": "No such file or directory: 'missing/m.jsonl'",
-    "--epochs 1 --checkpoint /proc/ck.pt": "No such file or directory: '/proc/",
+    "--epochs 1 --checkpoint /proc/ck.pt": "No such file or directory: '/proc/tmp",  # not ck.pt.tmp, after an epoch
     "--backend carrier-pigeon": "carrier-pigeon",
     "--data-dir /proc/no": "no usable MNIST in /proc/no/MNIST/raw: put the four .gz files there, or",
 }

@@ -96,9 +96,12 @@ def test_one_process_per_gpu(slurm, submit, tmp_path):
 def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     """On nodes with two GPUs, and with what `submit` has written in the place of many_gpus.py; where sites differ."""
     (job,) = fenced("sh")
-    (tmp_path / "worker.py.end").touch()
-    job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py").replace("=32", "=16")
+    job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py $FAIL").replace("=32", "=16")
     (tmp_path / "job.sh").write_text(job.replace("\n# Add", f"\n{ENVIRONMENT}\n# Add"))
+    # A rank fails, and those of the other node, which would go on for minutes, are ended.
+    state, code, log = slurm.finish(submit(flags=(), file="job.sh", FAIL="fail1"))
+    assert (state, log.count("started 2 ")) == ("FAILED", 4), log
+    (tmp_path / "worker.py.end").touch()
     (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
     for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
         state, code, log = slurm.finish(submit(flags=flags, file="job.sh"))
@@ -150,7 +153,8 @@ def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_p
     container.write_text('#!/bin/sh\necho called with $1 $2 $3\nshift 2\nexec env --default-signal=USR1 "$@"\n')
     container.chmod(0o755)
     hooks = {"SRUN_ARGS": "--label --unbuffered", "TORCHRUN_PREFIX": f"{container} exec image.sif"}
-    job = submit("--checkpoint", file=edited(tmp_path, "\n# module load", "\nsrun true\n#"), **hooks)
+    file = edited(tmp_path, "\n# module load", "\nsrun true\n#")
+    job = submit("--checkpoint", file=file, SLURM_RESTART_COUNT=9, **hooks)
     wait_until(lambda: "started" in slurm.log(job))
     assert "0: called with exec image.sif bash\n" in slurm.log(job)  # --label writes 0:
     slurm.command(*NEAR_THE_LIMIT, job)

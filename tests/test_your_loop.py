@@ -43,6 +43,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
+FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "If a loop with workers hangs" in the README
+
 
 def break_off(*target, nproc):
     """Run Ranks of which one must fail; return what they print."""
@@ -65,6 +67,14 @@ def own_loop(tmp_path):
         return in_dir, folder, run_script, folder / "own.py"
 
     return own_loop
+
+
+def test_own_loop_with_workers(own_loop):
+    """Where "fork" may hang, with "spawn", as the README says."""
+    changes = ("WORKERS = 32, 0", "WORKERS = 32, 1"), ("SEED = 6, 2", "SEED = 1, 2"), ('"fork" if', f'"{FORK}" if')
+    *command, script = own_loop("workers", *changes)
+    script.write_text('if __name__ == "__main__":\n' + textwrap.indent(script.read_text(), "    "))
+    assert "epoch 1: loss " in finish(*command, script)
 
 
 def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop, tmp_path):
@@ -219,9 +229,6 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
     assert "python" in threads and "gloo" not in threads
 
 
-FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "If a loop with workers hangs" in the README
-
-
 def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
     """Workers outlive torchrun's SIGTERM until their rank has saved, and the twin ends on the quiet run's weights."""
     for script in SCRIPTS:
@@ -324,6 +331,8 @@ def gather_with_gradient():
         values["loss"].backward()
         found = zip(model.parameters(), expected, strict=True)
         assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
+    with torch.no_grad():  # as in an evaluation
+        exec(right, values)
     sums = torch.ones(3, requires_grad=True)
     total = eval(re.search(r"gather\(sums.*", right)[0], values | {"sums": sums})
     total.sum().backward()
@@ -493,7 +502,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "and so with `num_workers=0`, seed these yourself": noise,
+    "and so with `num_workers=0`, these two need seeds of their own": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
