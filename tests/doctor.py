@@ -105,7 +105,6 @@ CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|ran
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
     "in orders of their own": "the same batches",
-    "suspicion.*in orders of their own": "the same random",
     "copies of the model": "the ranks' weights differ",
     "the ranks' weights differ": "the learning rates differ",
 }

@@ -316,7 +316,7 @@ if kind == "schedule, after another":
 if kind == "schedule by hand":
     cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
 numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
-if kind in ("dropout", "labelled noise", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
+if kind in ("dropout", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 large, begun = torch.ones(1000, 1000, requires_grad=True), time.monotonic()
@@ -395,8 +395,6 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             time.sleep(6)
         while kind == "slow gradients" and rank == 0 and epoch == step == 1 and time.monotonic() < begun + 7:
             (large @ large).sum().backward()
-        if kind == "labelled noise":
-            inputs, number = torch.randn(4, 4), torch.randint(2, (4,), generator=noise)
         if kind in ("gan", "generator", "added", "added late"):
             inputs = other_ddp(inputs)
         if kind == "opaque":  # samples that are no tensors, and a number for all
@@ -522,7 +520,6 @@ MISTAKES = {
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
     "Shark-NLP/DiffuSeq#37: dropout": ("dropout", "suspicion: .*same random numbers: torch's .cpu."),
     "negatives by NumPy, with one seed on all ranks": ("numpy", "suspicion: .*same random numbers: NumPy's"),
-    "noise, with one seed and labels of each rank": ("labelled noise", "suspicion: .*same random numbers: torch's"),
     "augmentation by a loader, with one seed": ("noisy files", "suspicion: .*same random numbers: torch's .cpu."),
     "rollouts between the steps, with one seed": ("rollouts", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ, .*: mean;"),

@@ -393,7 +393,7 @@ def plateau():
 def test_the_same_metric(train_many, tmp_path):
     trained, _ = train_many(MANY)
     (load,) = re.findall(r"`(model.load_state_dict\(torch.load\(\S+\)\))`", README)
-    ((first, last),) = re.findall(r"lines that train, from the first `(.*?)` to `(.*?)`", README)
+    ((first, last),) = re.findall(r"what trains, from the first `(.*?)` to `(.*?)`", README)
     start, end = ONE.index(first), ONE.index(last) + len(last)
     (tmp_path / "one.py").write_text(ONE[:start] + load + ONE[end:])
     evaluated = finish(in_dir, tmp_path, run_script, tmp_path / "one.py", nproc=1)
