@@ -80,7 +80,7 @@ class Bucket:
     def collect(self, p):
         """Move the gradient of `p` into the bucket, divided by the world size."""
         view = self.views[p]
-        if p.grad is None:  # not used on this rank; another rank may have, and needs our part
+        if p.grad is None:  # not used on this rank; another may have used it, and needs our part
             view.zero_()
         else:
             # Divided before it is summed, as in DDP: the sum might overflow in half precision.
@@ -132,7 +132,7 @@ class GradientAverager:
 
     def __init__(self, model, sync="bucketed"):
         for tensor in [*model.parameters(), *model.buffers()]:
-            # Of what is not contiguous, such as a slice, broadcast() may send wrong numbers.
+            # broadcast() may send wrong numbers of a tensor that is not contiguous, as of a slice.
             dense = tensor.detach().contiguous()
             dist.broadcast(dense, src=0)
             tensor.detach().copy_(dense)
@@ -228,13 +228,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Each step takes the schedule's rate at its middle, - 0.5, so the last one's is not 0.
+            # `step - 0.5` is the middle of the step: at the end of the last, the rate would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = False
-            # The report comes before the save, as it ends the run if a loss is not finite.
+            # The report comes before the save: if a loss is not finite, the report ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -290,7 +290,7 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        # MNIST is on the device already. From pinned memory, data are copied while Python goes on.
+        # MNIST is on the device already. Pinned data of your own are copied while Python goes on.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():

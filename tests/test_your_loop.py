@@ -502,7 +502,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "and so with `num_workers=0`, these two need seeds of their own": noise,
+    "need seeds of their own, also for a loader with `num_workers=0`": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
