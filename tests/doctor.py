@@ -71,6 +71,7 @@ import hashlib
 import itertools
 import json
 import math
+import numbers
 import os
 import random
 import re
@@ -99,7 +100,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
 BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a call that keeps Python busy"
 ANSWER = 5  # seconds in which a rank that lives says where it is
-SIMPLE, MOST_LEAVES = (str, bytes, int, float, range, os.PathLike, type(None)), 100_000  # what `digest` hashes
+SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # what `digest` hashes, also NumPy's
+MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
@@ -526,7 +528,7 @@ class Doctor:
 
     def comes_again(self, head, sampler, state):
         """Return whether the last order, of this sampler or of one that is gone, was this, for the same optimizers."""
-        before, state.order = state.order, (digest(head), len(self.states))
+        before, state.order = state.order, (head, len(self.states))
         orders, key = self.orders, sampler.dataset
         if type(key).__module__.startswith(KNOWN):  # a new one may have the same samples
             known, name = contents(key)
@@ -535,7 +537,7 @@ class Doctor:
             old_sampler, old_order = orders.get(key, (lambda: sampler, None))
             before = old_order if before is None and old_sampler() is None else before
             orders[key] = weakref.ref(sampler), state.order
-        return before == state.order and len(head) > 4
+        return before is not None and len(head) > 4 and before[1:] == state.order[1:] and equal(head, before[0])
 
     def before_destroy(self, group=None):
         if group in (None, dist.group.WORLD):
@@ -927,6 +929,13 @@ def last_step(factor, steps, world):
             if before[-1] and last < 0.01 * max(before) and reached and not restarts and not passes:
                 return end
     return 0
+
+
+def equal(order, other):
+    try:
+        return order == other
+    except (RuntimeError, ValueError):  # of tensors or arrays
+        return digest(order) == digest(other)
 
 
 def parameters(optimizer):

@@ -148,6 +148,10 @@ class Split(DistributedSampler):  # into batches, each a tensor
     def __iter__(self):
         return iter(torch.tensor([*super().__iter__()]).split(4))
 
+class Permuted(DistributedSampler):  # by NumPy, whose numbers are no int
+    def __iter__(self):
+        return iter(numpy.random.default_rng(self.epoch).permutation(64)[rank::2])
+
 class Drawn(Dataset):  # of what draws random numbers, from files in a folder of each rank
     def __init__(self, base):
         self.base, self.names = base, [f"/scratch/{rank}/{i}.png" for i in range(64)]
@@ -193,6 +197,8 @@ if kind == "table":
     train_set.table = collections.UserList()
 if kind == "own split":
     train_set = Subset(TensorDataset(samples), torch.randperm(65)[:64].tolist())
+if kind == "own split by NumPy":
+    train_set = Subset(TensorDataset(samples), [*numpy.random.default_rng(rank).permutation(65)[:64]])
 if kind == "rows":  # as of Hugging Face's data sets
     column = types.SimpleNamespace(to_pylist=lambda: torch.randperm(64).tolist())
     train_set._indices = types.SimpleNamespace(slice=lambda *_: types.SimpleNamespace(column=lambda _: column))
@@ -238,6 +244,9 @@ if kind in (*shuffling, "files", "paths", "one seed", "noisy files"):
 if "own class" in kind:
     sampler = Own(Files())
     loader = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
+if kind == "permuted":
+    sampler = Permuted(train_set)
+    loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 if kind.endswith("split order"):
     sampler = Split(train_set)
     loader = DataLoader(train_set, batch_size=None, sampler=sampler)
@@ -531,6 +540,7 @@ MISTAKES = {
     "Lightning-AI/pytorch-lightning#7728": ("split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "another name of random_split": ("other split", "random_split differs by rank.*: \\[64, 1\\] samples"),
     "a split by hand, without a seed": ("own split", "suspicion: the data set of .*: Subset.indices;"),
+    "a split by hand, by NumPy": ("own split by NumPy", "suspicion: the data set of .*: Subset.indices;"),
     "a split by a mask": ("lengths", "suspicion: the data set of .*: samples: 64 on rank 0, 63 on rank 1, TensorD"),
     "Hugging Face's train_test_split": ("rows", "suspicion: the data set of .*: TensorDataset._indices;"),
     "a split by hand, of columns in a dict": ("encodings", "suspicion: the data set of .*: TensorDataset.encodings.te"),
@@ -576,7 +586,7 @@ RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "tu
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["of a tensor", "split order"]
+RIGHT += ["of a tensor", "split order", "permuted"]
 
 
 @pytest.fixture
