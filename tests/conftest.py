@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -32,6 +33,9 @@ for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # whoever starts the t
     os.environ.pop(name, None)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and what it starts, too
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
+# For `Ranks`, by each of pytest's workers: a port that the system gives to whoever wants any might be taken again
+# before rank 0 listens on it, so these are below those.
+PORTS = itertools.count(10_000 + 5000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
 FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
 
@@ -111,6 +115,11 @@ class Background:
         return self.process.wait(timeout)
 
 
+def is_free(port):
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+
+
 def in_dir(folder, function, *arguments):
     os.chdir(folder)
     function(*arguments)
@@ -135,8 +144,7 @@ class Ranks(Background):
         self.file = None if log else tempfile.NamedTemporaryFile()  # noqa: SIM115, it lives as long as this
         self.log = log or Path(self.file.name)
         target = target if callable(target[0]) else (with_small_model, run_script, *target)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": next(filter(is_free, PORTS))}
         self.processes = []
         for rank in range(nproc):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "OMP_NUM_THREADS": 1} | meeting | env
