@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 ENVIRONMENT = f"export PATH={os.environ['PATH']} GLOO_SOCKET_IFNAME=eth0"
+IN_A_STEP = {"SLURM_CPU_BIND": "of its CPUs"}  # as in a shell of srun where CPUs are bound; srun refuses this value
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
 
 
@@ -68,7 +69,7 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     jobs[submit(flags=tasks, file=file)] = [(2, 8, 100)]
     file = edited(tmp_path, "\n#SBATCH --ntasks-per-node=1", "")
     jobs[submit(flags=("--nodes=1", "--ntasks=2", "--cpus-per-task=8"), file=file)] = [(2, 8, 100)]
-    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8)] = [(1, 7, 8)]
+    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8, **IN_A_STEP)] = [(1, 7, 8)]
     jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
     file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
     jobs[submit(flags=("--nodes=1", "--cpus-per-gpu=4"), file=file)] = [(2, 4, 100)]
@@ -104,7 +105,7 @@ def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
     for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
-        state, code, log = slurm.finish(submit(flags=flags, file="job.sh"))
+        state, code, log = slurm.finish(submit(flags=flags, file="job.sh", **IN_A_STEP))
         assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", ranks), log
 
 
