@@ -126,8 +126,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. With "bucketed", a
     second backward() through the same parameters before average() raises RuntimeError, if the first
-    was not in no_sync().
-    Between backward() and average(), a p.grad may be half a sum: do not read it.
+    was not in no_sync(). Between backward() and average(), a p.grad may be half a sum: do not
+    read it.
     """
 
     def __init__(self, model, sync="bucketed"):

@@ -35,20 +35,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the backgro
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
 # For `Ranks`, by each of pytest's workers: a port that the system gives to whoever wants any might be taken again
 # before rank 0 listens on it, so these are below those.
-PORTS = itertools.count(10_000 + 5000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+PORTS = itertools.count(10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20))
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
 FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
 
 
 def wait_until(look, timeout=300):
     """Wait until a function returns something; return that."""
-    begun = began = time.monotonic()
-    while not (found := look()):
-        now = time.monotonic()
-        assert now < begun + timeout, f"waited in vain for {look}"
-        time.sleep(max(0.02, 5 * (now - began)))  # a look that starts a process leaves the cores to others
-        began = time.monotonic()
-    return found
+    deadline = time.monotonic() + timeout
+    while True:
+        begun = time.monotonic()
+        if found := look():
+            return found
+        assert begun < deadline, f"waited in vain for {look}"
+        # A look that starts a process leaves the cores to others.
+        time.sleep(max(0.02, 5 * (time.monotonic() - begun)))
 
 
 def environment(gpu=False, **changes):
