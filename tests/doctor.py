@@ -88,7 +88,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -978,9 +977,9 @@ def plain_attributes(model):
 
 
 def own_buffers(model):
-    """Yield names and buffers, but not the statistics of layers, of which rank 0's are enough."""
+    """Yield names and buffers, but not those of BatchNorm, be it compiled, of which rank 0's are enough."""
     for name, part in model.named_modules():
-        if not known_to_torch(part) and not isinstance(part, _NormBase):
+        if not known_to_torch(part) and not hasattr(part, "num_batches_tracked"):
             yield from part.named_buffers(name, recurse=False)
 
 

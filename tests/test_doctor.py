@@ -298,6 +298,8 @@ untouched = copy.deepcopy(model)
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if kind == "ema" else None
 if kind == "spectral norm":
     model.head = nn.utils.parametrizations.spectral_norm(model.head)
+if kind == "traced":
+    model.layers = torch.jit.trace(model.layers, samples[:8])
 if kind.endswith("older spectral norm"):
     model.layers[0] = nn.utils.spectral_norm(model.layers[0])
 model.head.requires_grad_(not kind.startswith("unfrozen"))
@@ -586,7 +588,7 @@ RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "tu
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["of a tensor", "split order", "permuted"]
+RIGHT += ["of a tensor", "split order", "permuted", "traced"]
 
 
 @pytest.fixture
