@@ -80,7 +80,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `step - 0.5` is the middle of the step: at the end of the last, the rate would be 0.
+            # `step - 0.5` is the middle of the step: with `step`, the last rate would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, not steps, as W may change. After the last step, all count as done.
+                # In samples, as a resumed run may have another W. The last step completes the set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -142,7 +142,7 @@ def train_step(ddp, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        # MNIST is on the device already. Pinned data of your own are copied while Python goes on.
+        # MNIST is on the device already. With pin_memory=True, Python does not wait for copies.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
@@ -262,7 +262,7 @@ def data_flags(args):
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
     # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
-    # dataset[x] for each x of `sampler`, and each x is all indices of a batch. For files:
+    # dataset[x] for each x in the list below: the indices of a batch, as a tensor. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)

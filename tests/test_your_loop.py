@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
@@ -282,6 +282,15 @@ def test_the_same_losses(source, batch, double, tmp_path):
     for line, instead in (("ddp(images", "model(images"), ("optimizer.step()", twice)):
         wrong = shown(source.replace(line, instead), 2, tmp_path / line)
         assert wrong[0] == pytest.approx(one[0], rel=1e-4) and wrong != pytest.approx(one, rel=1e-4)
+
+
+def test_one_process_loads_what_all_ranks_would_load():
+    values = {"torch": torch, "W": 3, "train_set": [(index, -index) for index in range(400)]}
+    values |= {"DataLoader": DataLoader, "DistributedSampler": DistributedSampler, "steps": []}
+    exec(f"{lesson('zip(*loaders)')}    steps.append((images + 2 * labels).tolist())", values)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()  # that of epoch 0
+    batches = [order[:192], order[192:384], order[384:399]]
+    assert [sorted(step) for step in values["steps"]] == [sorted(-i for i in batch) for batch in batches]
 
 
 def test_a_count_over_all_ranks(train_many):
