@@ -13,8 +13,8 @@
 # and resumes. (If its training ends in these 120 s, it is requeued, too, and then only evaluates.)
 # Without, a job begins anew when Slurm requeues it, as after a preemption. A job that fails is not
 # requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides --gpus-per-node.
-# If sbatch says that a flag contradicts a line, remove the line. Leave --ntasks and
-# --ntasks-per-gpu alone: each node has one task, torchrun.
+# If sbatch says that a flag contradicts a line, or of --gres=gpu:TYPE:8 `Invalid GRES specification`,
+# remove the line. Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

@@ -166,7 +166,7 @@ class Slurm(Network):
         JobRequeue=0
         PreemptType=preempt/partition_prio
         PreemptMode=REQUEUE
-        NodeName=node[0-1] NodeAddr=10.213.0.[10-11] CPUs=32 Gres=gpu:2
+        NodeName=node[0-1] NodeAddr=10.213.0.[10-11] CPUs=32 Gres=gpu:lab:2
         PartitionName=debug Nodes=ALL PriorityTier=10 Default=YES
         PartitionName=graceful Nodes=ALL PriorityTier=10 GraceTime=30
         PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF
@@ -176,7 +176,7 @@ class Slurm(Network):
         super().start()
         self.env = {"SLURM_CONF": self.folder / "slurm.conf", "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": self.folder}
         self.env["SLURM_CONF"].write_text(self.CONF.format(folder=self.folder))
-        gpus = "Name=gpu File=/dev/null,/dev/zero Flags=no_gpu_env"  # a job must not choose among GPUs that are real
+        gpus = "Name=gpu Type=lab File=/dev/null,/dev/zero Flags=no_gpu_env"  # or a job would choose among real ones
         (self.folder / "gres.conf").write_text(f"NodeName=node[0-1] {gpus}\n")
         self.command = functools.partial(self.login.must, **self.env)
         self.command("/usr/sbin/slurmctld")

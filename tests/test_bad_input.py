@@ -95,7 +95,8 @@ def with_two_gpus(*command):
 
 
 def test_each_process_has_a_gpu_of_its_node_or_says_that_there_are_too_few():
-    assert fail(with_two_gpus, DDP, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4) == "chosen: cuda:1"
+    for script, gpu in {DDP: "cuda:1", "tests/lesson/many_gpus.py": "1", "tests/lesson/own_loop.py": "1"}.items():
+        assert fail(with_two_gpus, ROOT / script, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4) == f"chosen: {gpu}"
     line = fail(with_two_gpus, DDP, LOCAL_RANK=2)
     assert line.startswith("no GPU for local rank 2, as this node has 2: lower --nproc-per-node, or train on CPUs: ")
 

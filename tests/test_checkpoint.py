@@ -79,10 +79,24 @@ def killed_in_a_save(call, function, *arguments):
     function(*arguments)
 
 
+def renaming_what_is_on_the_disk(function, *arguments):
+    """Run a function that may not give a file its name before that; the power may fail after it."""
+    fsync, replace, on_disk = os.fsync, os.replace, set()
+
+    def rename(source, target):
+        assert os.stat(source).st_ino in on_disk
+        replace(source, target)
+
+    os.fsync = lambda file: on_disk.add(os.fstat(file).st_ino) or fsync(file)
+    os.replace = rename
+    function(*arguments)
+
+
 def test_a_kill_while_rank_0_writes(saving, undisturbed, tmp_path):
     """The checkpoint is a link to another disk, and stays one."""
     (tmp_path / "ck.pt").symlink_to("disk/ck.pt")
-    with Ranks(killed_in_a_save, 2, with_small_model, run_script, DDP, *saving) as ranks:
+    command = (renaming_what_is_on_the_disk, with_small_model, run_script, DDP, *saving)
+    with Ranks(killed_in_a_save, 2, *command) as ranks:
         assert 0 not in ranks.wait() and (tmp_path / "disk" / "ck.pt.tmp").exists()
     assert re.search("resumed from .*  epoch 1  step 4\n", finish(MANUAL, *saving))
     assert (tmp_path / "ck.pt").is_symlink()

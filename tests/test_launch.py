@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,17 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     ("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGHUP, ""), (signal.SIGTERM, ""), (signal.SIGKILL, "")]
 )
 def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
-    """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too."""
+    """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too.
+
+    Ctrl-C ends `| tee`, too, and comes later, so that it matters since when the launcher waits for the hosts, for 13 s.
+    """
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
-    with Background(*network.login.inside(*NOT_IGNORED, LAUNCHER, *flags), log=tmp_path / "log") as launcher:
+    tee = ("bash", "-c", 'trap : INT; "$@" 2>&1 | tee', "") if how == signal.SIGINT else ()
+    command = network.login.inside(*tee, *NOT_IGNORED, LAUNCHER, *flags)
+    with Background(*command, log=tmp_path / "log", TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8) as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
+        time.sleep(4 if tee else 0)
         network.login.signal(how, f"bash {LAUNCHER}" if how == signal.SIGKILL else "")
         assert launcher.wait() in (130, -signal.SIGKILL), launcher.output()
         if how == signal.SIGKILL:  # else it has waited for them

@@ -66,7 +66,9 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     tasks = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--cpus-per-task=8")
     jobs[submit(flags=tasks)] = [(2, 8, 100)]
     file = edited(tmp_path, "\n#SBATCH --gpus-per-node=2", "")
+    tasks = (*tasks[:2], "--gpus-per-task=lab:1", *tasks[3:])
     jobs[submit(flags=tasks, file=file)] = [(2, 8, 100)]
+    jobs[submit(flags=("--nodes=1", "--gres=gpu:lab:1"), file=file)] = [(1, 16, 100)]
     file = edited(tmp_path, "\n#SBATCH --ntasks-per-node=1", "")
     jobs[submit(flags=("--nodes=1", "--ntasks=2", "--cpus-per-task=8"), file=file)] = [(2, 8, 100)]
     jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8, **IN_A_STEP)] = [(1, 7, 8)]
