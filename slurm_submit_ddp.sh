@@ -11,9 +11,9 @@
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
 # and resumes. (If its training ends in these 120 s, it is requeued, too, and then only evaluates.)
-# Without, a job begins anew when Slurm requeues it, as after a preemption. A job that fails is not
+# Without, train_ddp.py begins anew if Slurm requeues it, as after a preemption. A failed job is not
 # requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides --gpus-per-node.
-# If sbatch says that a flag contradicts a line, or of --gres=gpu:TYPE:8 `Invalid GRES specification`,
+# If sbatch says that a flag contradicts a line, or `Invalid GRES specification` of gpu:TYPE:8,
 # remove the line. Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -80,11 +80,11 @@ save_and_stop() {
     echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    # Ranks that were still starting have ignored it: it comes again if srun is there after 60 s.
+    # Ranks that have no handler yet ignore it, so it comes again if srun is there after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left
-[[ " $* " != *" --checkpoint"[\ =]* ]] || trap save_and_stop USR1
+if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1; fi
 while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this
 done
