@@ -87,12 +87,14 @@ pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
 # As Wi-Fi may be silent for many seconds, ssh gives up only after two minutes.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
-trap '' HUP INT TERM PIPE # or Ctrl-C would end ssh, and a dead `tee` this, before all is saved
+trap '' HUP INT TERM PIPE # ssh inherits this, or Ctrl-C would end it before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
     # Quote for the host's shell, be it sh, zsh or tcsh: inside '...', only ' and ! are special.
     remote="exec bash -c '$(printf %s "$remote" | sed "s/['!]/'\\\\&'/g")'"
-    (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | sed -u "s/^/${hosts[node]}: /") <&3 &
+    # Where Ctrl-C ends `| tee`, too, sed fails, and `cat` takes what the hosts print while they save.
+    (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 |
+        (sed -u "s/^/${hosts[node]}: /" 2>/dev/null || cat >/dev/null)) <&3 &
     pids+=($!)
 done
 stop() { # exit code, reason

@@ -36,8 +36,9 @@ SMALL = ("--train-size", 200, "--batch-size", 50, "--log-interval", 1, "--epochs
 # If it is late, it starts when there is a file for that.
 WORKER = """import os, signal, sys, time
 def save(*_):
-    time.sleep(6 if "slow" in sys.argv else 1)
-    print("saving", flush=True)  # which must not fail
+    for _ in range(6 if "slow" in sys.argv else 1):
+        time.sleep(1)
+        print("saving", flush=True)  # which must not fail
     open(__file__ + os.environ["RANK"], "w")
     sys.exit(3 if "fail" in sys.argv else 0)
 while "late" in sys.argv and not os.path.exists(__file__ + ".start"): time.sleep(0.1)
