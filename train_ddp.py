@@ -312,7 +312,7 @@ def log(args, **values):
         if isinstance(value, float):
             value = f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
         words.append(f"{name} {value}")
-    with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee log` as well: save all the same
+    with contextlib.suppress(BrokenPipeError):  # Ctrl-C has ended `| tee log`: save all the same
         tqdm.write(f"{'  '.join(words)}\n", end="")  # in one piece, above the bar if there is one
         sys.stdout.flush()
     with args.metrics.open("a") as file:

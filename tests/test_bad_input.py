@@ -9,7 +9,21 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DDP, MANUAL, ROOT, SCRIPTS, Background, Ranks, fail, finish, run, run_script, torchrun, write_mnist
+from conftest import (
+    DDP,
+    MANUAL,
+    ROOT,
+    SCRIPTS,
+    Background,
+    Ranks,
+    fail,
+    finish,
+    run,
+    run_script,
+    torchrun,
+    with_small_model,
+    write_mnist,
+)
 from torchvision.datasets import MNIST
 
 import train_ddp
@@ -99,6 +113,17 @@ def test_each_process_has_a_gpu_of_its_node_or_says_that_there_are_too_few():
         assert fail(with_two_gpus, ROOT / script, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4) == f"chosen: {gpu}"
     line = fail(with_two_gpus, DDP, LOCAL_RANK=2)
     assert line.startswith("no GPU for local rank 2, as this node has 2: lower --nproc-per-node, or train on CPUs: ")
+
+
+def into_a_full_disk(*command):
+    """Run a script whose output goes to a file that can take no more."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    with_small_model(run_script, *command)
+
+
+def test_a_log_on_a_full_disk(small_mnist):
+    line = fail(into_a_full_disk, DDP, "--data-dir", small_mnist, "--epochs", 0)
+    assert line == "OSError: [Errno 28] No space left on device"
 
 
 def test_help_succeeds_and_an_exception_is_in_torchruns_summary(small_mnist):
