@@ -87,14 +87,19 @@ pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
 # As Wi-Fi may be silent for many seconds, ssh gives up only after two minutes.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
+label() { # print what a host prints, with its name in front
+    sed -u "s/^/$1: /" && return
+    # The disk is full, or Ctrl-C has ended `| tee`: all hosts stop, and may print while they save.
+    kill "$pipe" 2>/dev/null
+    cat >/dev/null
+    return 1
+}
 trap '' HUP INT TERM PIPE # ssh inherits this, or Ctrl-C would end it before the training has saved
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
     # Quote for the host's shell, be it sh, zsh or tcsh: inside '...', only ' and ! are special.
     remote="exec bash -c '$(printf %s "$remote" | sed "s/['!]/'\\\\&'/g")'"
-    # Where Ctrl-C ends `| tee`, too, sed fails, and `cat` takes what the hosts print while they save.
-    (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 |
-        (sed -u "s/^/${hosts[node]}: /" 2>/dev/null || cat >/dev/null)) <&3 &
+    (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | label "${hosts[node]}") <&3 &
     pids+=($!)
 done
 stop() { # exit code, reason

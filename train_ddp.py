@@ -73,7 +73,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (This hash() is the same in all runs.)
+        # Each rank draws its own dropout in each epoch. (All runs agree on a hash() of numbers.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]

@@ -979,7 +979,8 @@ def plain_attributes(model):
 def own_buffers(model):
     """Yield names and buffers, but not those of BatchNorm, be it compiled, of which rank 0's are enough."""
     for name, part in model.named_modules():
-        if not known_to_torch(part) and not hasattr(part, "num_batches_tracked"):
+        own = dict(part.named_buffers(recurse=False))
+        if not known_to_torch(part) and "num_batches_tracked" not in own:
             yield from part.named_buffers(name, recurse=False)
 
 

@@ -58,8 +58,9 @@ def main():
                 began = time.monotonic()
                 if job.wait(timeout=None):
                     sys.exit(job.output())
-                hashes += re.findall(r"weights_sha256 (\w+)", job.output())  # a kill may come after it
-                print(f"{kills} kills: {job.output().count('  loss ')} steps, {hashes[-1]}", flush=True)
+                found = re.findall(r"weights_sha256 (\w+)", job.output())  # two, if a kill comes after the first
+                print(f"{kills} kills: {job.output().count('  loss ')} steps, {found[-1]}", flush=True)
+                hashes += found
             pause = 0.5 * (time.monotonic() - began) / max(args.kills, 1)  # something is left after the last
     sys.exit(None if len({*hashes}) == 1 else "the weights differ")
 

@@ -136,7 +136,7 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
     """
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
-    tee = ("bash", "-c", 'trap : INT; "$@" 2>&1 | tee', "") if how == signal.SIGINT else ()
+    tee = ("bash", "-c", 'trap : INT; "$@" 2>&1 | tee; exit ${PIPESTATUS[0]}', "") if how == signal.SIGINT else ()
     command = network.login.inside(*tee, *NOT_IGNORED, LAUNCHER, *flags)
     with Background(*command, log=tmp_path / "log", TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8) as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
@@ -147,6 +147,16 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
             network.wait_until_empty()
         assert (tmp_path / "worker.py0").exists() and (tmp_path / "worker.py1").exists()
         network.wait_until_empty()
+
+
+def test_nobody_takes_what_the_hosts_print(tmp_path):
+    """Here, ssh is a host that saves when its stdin ends, and must be able to print then."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho started; cat; echo saving && echo so && touch saved\n")
+    (tmp_path / "ssh").chmod(0o755)
+    command = ("bash", "-c", f"{LAUNCHER} --hosts=node0 >/dev/full")
+    result = run(command, cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 1 and "No space left on device" in result.stderr
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_closed_terminal(tmp_path):
