@@ -132,7 +132,7 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
 def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
     """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too.
 
-    Ctrl-C ends `| tee`, too, and comes later, so that it matters since when the launcher waits for the hosts, for 13 s.
+    Ctrl-C also ends `| tee`. It comes late, as the 13 s that the hosts have then must not count from the start.
     """
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
