@@ -15,7 +15,7 @@
 #   --dry-run           print what would run, and run nothing
 # If the terminal closes, the training stops: use tmux, or setsid nohup ./launch... > log 2>&1 &
 # This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
-# to all nodes. On one node without --hosts, OMP_NUM_THREADS is by default CPUs / N, but not for gpu.
+# to all nodes. For N processes on one node, without --hosts, OMP_NUM_THREADS defaults to CPUs / N.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
@@ -89,7 +89,7 @@ watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchru
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
 label() { # print what a host prints, with its name in front
     sed -u "s/^/$1: /" && return
-    # The disk is full, or Ctrl-C has ended `| tee`: all hosts stop, and may print while they save.
+    # A full disk, or Ctrl-C with `| tee`: stop all hosts, and read what they print while they save.
     kill "$pipe" 2>/dev/null
     cat >/dev/null
     return 1

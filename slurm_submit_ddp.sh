@@ -28,20 +28,20 @@
 #SBATCH --open-mode=append       # a requeued job resumes in the same log
 #SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
 
-# The job has the environment of the shell that called sbatch. With --export=NONE, it has that of a
-# login: then set SCRIPT and the like here, too. To use another environment, load it here:
+# The job has the environment of the shell that called sbatch or, with --export=NONE, the one of a
+# new login: then set SCRIPT and the like here, too. To use another environment, load it here:
 # module load cuda; source ~/miniconda3/bin/activate ENV; export NCCL_SOCKET_IFNAME=ib0
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Not SLURM_JOB_ID: for the last task of an array, that is the number of the whole array.
+# For the last task of an array, SLURM_JOB_ID is the number of the whole array, not of this job.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun starts one task on each node, which is to get all CPUs and GPUs that the job has there. If
-# sbatch was asked for several tasks per node, the CPUs and GPUs of these are added up. Without
-# `unset`, srun would give torchrun the GPUs of one task, or none.
+# srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
+# there. If it was submitted with several tasks per node, that is what these would have together.
+# Without `unset`, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

@@ -73,7 +73,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (All runs agree on a hash() of numbers.)
+        # Each rank draws its own dropout in each epoch. (hash() of numbers is equal in all runs.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may be another when it resumes. The last step ends the epoch.
+                # Saved in samples, as W may be another on resume. The last step ends the epoch.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -262,7 +262,7 @@ def data_flags(args):
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
     # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
-    # dataset[x] for each x in the list below: the indices of a batch, as a tensor. For files:
+    # dataset[x] for each x of the sampler. Here, x is a tensor: all indices of a batch. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -323,7 +323,7 @@ def refuse_silent_mistakes():
     """Exit where ranks would not find each other: under srun alone, and after some restarts."""
     several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if several and not sys.stdin.isatty():  # in a shell of `srun --pty`, stdin is a terminal
-        sys.exit("srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh")
+        sys.exit("srun has started unconnected processes: use torchrun, see slurm_submit_ddp.sh")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
@@ -461,5 +461,5 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())  # not parsed in `main`, as @record would swallow the exit of --help
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or a late one would end this process
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a late SIGUSR1 would end this process
     dist.destroy_process_group()

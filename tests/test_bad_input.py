@@ -62,7 +62,7 @@ def as_a_task_of_srun():
 
 
 def test_starts_that_would_go_wrong_in_silence():
-    line = "srun has started several worlds of one: use torchrun, see slurm_submit_ddp.sh"
+    line = "srun has started unconnected processes: use torchrun, see slurm_submit_ddp.sh"
     assert line in fail(as_a_task_of_srun, SLURM_STEP_NUM_TASKS=2)
     result = run([*torchrun(1, "--standalone", "--max-restarts=1"), ROOT / DDP])
     line = "wait: use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=...\n"
