@@ -793,7 +793,8 @@ def integers(batches):
 def samples(batches):
     """ranks go through the same samples, in orders of their own
     Give each a share: a DistributedSampler, whose data set, seed and epoch are the same on all ranks. Of an
-    IterableDataset, or in a sampler of your own: every W-th of one order that is the same on all W ranks."""
+    IterableDataset, or in a sampler of your own: every W-th of one order that is the same on all W ranks. If they
+    are drawn, as noise: give each a seed of its own."""
     return "", batches.facts()
 
 

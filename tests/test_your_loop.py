@@ -343,7 +343,9 @@ def gather_with_gradient():
     with torch.no_grad():  # as in an evaluation
         exec(right, values)
     sums = torch.ones(3, requires_grad=True)
-    total = eval(re.search(r"gather\(sums.*", right)[0], values | {"sums": sums})
+    call, name = re.search(r"gather\((\w+)\[None.*", right).group(0, 1)
+    assert name not in OWN  # where it may mean something else
+    total = eval(call, values | {name: sums})
     total.sum().backward()
     assert total.tolist() == [2, 2, 2] == sums.grad.tolist()  # which DDP divides by world_size
 
