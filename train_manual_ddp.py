@@ -214,7 +214,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Gradients share their memory with the buckets in which they are sent.)
+    # (To save memory, each p.grad becomes a part of the bucket in which it is sent.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -290,7 +290,7 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        # MNIST is on the device already. With pin_memory=True, Python does not wait for copies.
+        # A no-op for MNIST, which is there. From pinned memory, it copies while Python goes on.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
@@ -480,7 +480,7 @@ def refuse_silent_mistakes():
 
 
 def set_environment(args):
-    """Set what plain python and --deterministic need. Let this process end when torchrun does."""
+    """Set what plain python and --deterministic need. If torchrun dies, this process dies, too."""
     if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
