@@ -395,6 +395,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
             folder = path.resolve().parent
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # if we cannot write there, this raises
+        elif not path.exists():
+            sys.exit(f"--checkpoint {path} is not there, and --epochs 0 would test random weights")
         try:
             state = dict(torch.load(path, map_location="cpu")) if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything

@@ -151,6 +151,7 @@ class Slurm(Network):
     # Intervals and time-outs are short, so that tests are. Only jobs that ask for it are requeued.
     CONF = """
         ClusterName=lab
+        FirstJobId=1234567
         SlurmctldHost=login(10.213.0.1)
         SlurmUser=root
         AuthType=auth/none

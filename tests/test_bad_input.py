@@ -1,5 +1,6 @@
 """A user's mistake, or a bad network, gets a line that says what to do, and an exit code; nothing hangs or is lost."""
 
+import math
 import os
 import re
 import signal
@@ -46,6 +47,7 @@ MISTAKES = {
     "--batch-size 70000": "a step takes 70000 of 600 samples: lower --batch-size",
     "--metrics missing/m.jsonl": "No such file or directory: 'missing/m.jsonl'",
     "--epochs 1 --checkpoint /proc/ck.pt": "No such file or directory: '/proc/tmp",  # not ck.pt.tmp, after an epoch
+    "--epochs 0 --checkpoint no.pt": "--checkpoint no.pt is not there, and --epochs 0 would test random weights",
     "--backend carrier-pigeon": "carrier-pigeon",
     "--data-dir /proc/no": "no usable MNIST in /proc/no/MNIST/raw: put the four .gz files there, or",
 }
@@ -86,6 +88,15 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_is_not_saved(script, sma
     # The loss of the only step is finite, but with the weights after it, that of the test images is not.
     line = fail(script, *flags, "--train-size", 64, "--lr", 1e25, nproc=2)
     assert line.startswith("the test: the loss is not finite: try a lower --lr")
+
+
+def infinite_on_rank_1():
+    dist.init_process_group("gloo")
+    train_ddp.sum_over_ranks_or_exit([math.inf if dist.get_rank() else 0.5], "cpu", "step 1")
+
+
+def test_an_infinite_loss_ends_all_ranks():
+    assert fail(infinite_on_rank_1, nproc=2).startswith("step 1: the loss is not finite")
 
 
 def sums_that_lack_a_rank():

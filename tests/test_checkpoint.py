@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,22 @@ def test_an_ended_run_does_not_train_on_what_its_last_step_had_left_out(flags, t
     ended, again = finish(DDP, *flags), finish(DDP, *flags, nproc=1)
     assert "steps_per_epoch 21\n" in again and "  epoch 1  step 21\n" in again and "  loss " not in again
     assert weights(again) == weights(ended)
+    tested = finish(where_nobody_can_write, DDP, *flags, "--epochs", 0)
+    assert weights(tested) == weights(ended) and "\ntest_loss " in tested
+
+
+def where_nobody_can_write(*command):
+    tempfile.TemporaryFile = None
+    with_small_model(run_script, *command)
+
+
+def as_a_worker():
+    train_ddp.ignore_signals(0)
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)} == {signal.SIG_IGN}
+
+
+def test_workers_ignore_what_tells_their_rank_to_save():
+    finish(as_a_worker, nproc=1)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -44,7 +44,7 @@ def test_a_node_is_taken_away_and_given_back(terminal, tmp_path):
     terminal.wait_for("restart 1(?s:.*)\nstarted 1 1 (?s:.*)\nstarted 1 1 ")
     (tmp_path / "worker.py.end").touch()
     press(terminal, "\x03")
-    press(terminal, "until scontrol show job 1 | grep JobState=COMPLETED; do sleep 0.1; done; exit\n")
+    press(terminal, "until scontrol show job $JOB | grep JobState=COMPLETED; do sleep 0.1; done; exit\n")
 
 
 def test_ctrl_c_while_it_starts(terminal, tmp_path):

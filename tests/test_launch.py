@@ -11,7 +11,7 @@ from cluster import SMALL, TOOLS, WORKER, Network, require
 from conftest import ROOT, SCRIPTS, SMALL_MODEL, TORCHRUN, Background, finish, run, weights
 
 LAUNCHER = ROOT / "launch_multinode_ddp.sh"
-ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a file
+ODD = 'it\'s "odd" * $HOME !x; true'  # as the name of a folder
 HERE = "/run/here"  # on no other host than login
 NOT_IGNORED = ("env", "--default-signal=HUP")  # as nohup, which pytest may run under, ignores it for all
 
@@ -93,11 +93,13 @@ def test_one_node_saves_at_a_signal_and_fails_as_torchrun_does(small_mnist, tmp_
 @pytest.mark.cluster
 def test_two_hosts_and_one_end_on_the_same_hash(network, small_mnist, tmp_path):
     """Over ssh, with the twin, beside the launcher; by a printed command as it stands, and --node-rank; and here."""
-    arguments = ("--", SCRIPTS[1], *SMALL, small_mnist, "--metrics", tmp_path / ODD)
+    here = tmp_path / ODD
+    here.mkdir()
+    arguments = ("--", SCRIPTS[1], *SMALL, small_mnist, "--metrics", here / "m")
     threads = {"OMP_NUM_THREADS": 1}
-    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL.relative_to(ROOT))  # not in tmp_path
-    ssh = network.login.must(LAUNCHER, *flags, *arguments, cwd=tmp_path, **threads)
-    assert all(re.match("node[01]: ", line) for line in ssh.splitlines()) and (tmp_path / ODD).exists()
+    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL.relative_to(ROOT))  # not in `here`
+    ssh = network.login.must(LAUNCHER, *flags, *arguments, cwd=here, **threads)
+    assert all(re.match("node[01]: ", line) for line in ssh.splitlines()) and (here / "m").exists()
     flags = ("--nnodes=2", "--master-addr=node0", *flags[1:])
     (printed,) = re.findall("# node 0\n(.*)", run([LAUNCHER, *flags, *arguments], **threads).stdout)
     with Background(*network.nodes[0].inside("bash", "-c", printed), log=tmp_path / "log") as first:
@@ -130,9 +132,9 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     ("how", "speed"), [(signal.SIGINT, "slow"), (signal.SIGHUP, ""), (signal.SIGTERM, ""), (signal.SIGKILL, "")]
 )
 def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
-    """All but the last as a terminal and `timeout` do it: they signal what the launcher has started, too.
+    """The first two come as from a terminal, which signals what the launcher has started, too.
 
-    Ctrl-C also ends `| tee`. It comes late, as the 13 s that the hosts have then must not count from the start.
+    Ctrl-C also ends `| tee`, here first. It comes late, as the 13 s that hosts have then must not count from the start.
     """
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
@@ -141,7 +143,10 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
     with Background(*command, log=tmp_path / "log", TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8) as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
         time.sleep(4 if tee else 0)
-        network.login.signal(how, f"bash {LAUNCHER}" if how == signal.SIGKILL else "")
+        if tee:
+            network.login.signal(how, "tee")
+            launcher.wait_for(lambda: "tee " not in network.login.processes().values())
+        network.login.signal(how, f"bash {LAUNCHER}" if how in (signal.SIGKILL, signal.SIGTERM) else "")
         assert launcher.wait() in (130, -signal.SIGKILL), launcher.output()
         if how == signal.SIGKILL:  # else it has waited for them
             network.wait_until_empty()

@@ -144,6 +144,8 @@ def test_what_is_quoted_is_there():
     assert in_order(lesson("\n...\n").replace("\n...", ""), OWN)
     (notice,) = re.findall(r"--signal=B:USR1@(\d+) ", (ROOT / "slurm_submit_ddp.sh").read_text())
     assert f"receives SIGUSR1 {notice} s before the time limit" in README
+    of = dict(re.findall(r'"--(\S+)", .*default=(\d+)', (ROOT / DDP).read_text()))
+    assert f"\nEvery {of['log-interval']} steps, the ranks" in README and f"`--timeout`, {of['timeout']} s," in README
 
 
 DIFFERENT = "the ranks have ended on different weights: "

@@ -62,7 +62,9 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
     jobs = {submit(flags=("--nodes=1", flag)): [(processes, 16 // processes, 100)] for flag, processes in flags.items()}
-    jobs[submit(NPROC_PER_NODE=3)] = [(3, 5, 100)]
+    (tmp_path / "my worker.py").write_text(WORKER)
+    (tmp_path / "my worker.py.end").touch()
+    jobs[submit(NPROC_PER_NODE=3, SCRIPT="my worker.py")] = [(3, 5, 100)]
     tasks = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--cpus-per-task=8")
     jobs[submit(flags=tasks)] = [(2, 8, 100)]
     file = edited(tmp_path, "\n#SBATCH --gpus-per-node=2", "")
