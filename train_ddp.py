@@ -142,7 +142,7 @@ def train_step(ddp, optimizer, lr, batches, device, args):
     """Take an optimizer step over `accum_steps` batches. Return this rank's loss. Collective."""
     mean_loss = 0
     for i in range(1, args.accum_steps + 1):
-        # A no-op for MNIST, which is there. From pinned memory, it copies while Python goes on.
+        # MNIST is there already. With pin_memory=True, Python does not wait until data are copied.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
         with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
