@@ -446,7 +446,7 @@ def parse_args():
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of training; tests are fp32")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
-    add("--train-size", type=count, metavar="N", help="at most the first N training images")
+    add("--train-size", type=count, metavar="N", help="the first N training images; None is all")
     add("--seed", type=positive(int, or_zero=True), default=0, help="of weights, order, images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")

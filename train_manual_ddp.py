@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # A view has the strides of its parameter, as in channels_last, an order in memory.
+            # With channels_last, numbers have another order in memory, which view_as() would lose.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -596,7 +596,7 @@ def parse_args():
     add("--sync", choices=CAPACITIES, default="bucketed", help="how to average gradients")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")
     add("--data-dir", type=Path, default="data", metavar="DIR", help="MNIST is, or goes, there")
-    add("--train-size", type=count, metavar="N", help="at most the first N training images")
+    add("--train-size", type=count, metavar="N", help="the first N training images; None is all")
     add("--seed", type=positive(int, or_zero=True), default=0, help="of weights, order, images")
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")
