@@ -547,6 +547,10 @@ class Doctor:
         # A library, such as Hydra, may have raised another error, or ended the script, because of this one.
         causes = [x for x in causes_of(error) if isinstance(x, RuntimeError) and re.search(IN_VAIN, str(x))]
         in_vain = causes[-1] if causes else None
+        main_thread, caught = threading.current_thread() is threading.main_thread(), []
+        catches = in_vain and main_thread and self.store is not None
+        if catches:  # a rank may have died, and torchrun be about to end the others
+            handler = signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
         place = "" if error else "has ended"  # of an error, the script speaks itself
         if not error:
             self.look_at_end()
@@ -560,9 +564,6 @@ class Doctor:
             self.watcher.join()
         if self.store is None:
             return
-        main_thread, caught = threading.current_thread() is threading.main_thread(), []
-        if in_vain and main_thread:  # a rank may have died, and torchrun be about to end the others
-            handler = signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
             with self.lock:
@@ -572,7 +573,7 @@ class Doctor:
                 self.explain()
         elif in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
             self.explain(for_rank_0=True)
-        if in_vain and main_thread:
+        if catches:
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
             if caught and callable(handler):  # of a script that goes on
                 signal.raise_signal(signal.SIGTERM)
