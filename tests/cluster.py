@@ -148,7 +148,8 @@ class Network:
 class Slurm(Network):
     """A network with a Slurm: slurmctld on `login`; a slurmd on each node, with 32 CPUs and 2 GPUs that are none."""
 
-    # Intervals and time-outs are short, so that tests are. Only jobs that ask for it are requeued.
+    # Intervals and time-outs are short, so that tests are. Only jobs that ask for it are requeued. Their numbers are
+    # large, as on a cluster of some years: jobs make ports of them.
     CONF = """
         ClusterName=lab
         FirstJobId=1234567

@@ -562,8 +562,15 @@ class Doctor:
         if self.watcher is not None:  # a thread that outlives the interpreter may abort it
             self.stop.set()
             self.watcher.join()
-        if self.store is None:
-            return
+        if self.store is not None:
+            self.conclude_together(in_vain, place)
+        if catches:
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+            if caught and callable(handler):  # of a script that goes on
+                signal.raise_signal(signal.SIGTERM)
+        self.store = None
+
+    def conclude_together(self, in_vain, place):
         if self.rank == 0:  # it may hold the store, and so ends last
             self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
             with self.lock:
@@ -573,11 +580,6 @@ class Doctor:
                 self.explain()
         elif in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
             self.explain(for_rank_0=True)
-        if catches:
-            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
-            if caught and callable(handler):  # of a script that goes on
-                signal.raise_signal(signal.SIGTERM)
-        self.store = None
 
     def look_at_end(self):
         for state in self.states:
