@@ -10,7 +10,7 @@
 #
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
-# and resumes. (If its training ends in these 120 s, it is requeued, too, and then only evaluates.)
+# and resumes. (A training that ends in these 120 s is requeued once more, and then only evaluates.)
 # Without, train_ddp.py begins anew if Slurm requeues it, as after a preemption. A failed job is not
 # requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides --gpus-per-node.
 # If sbatch says that a flag contradicts a line, or `Invalid GRES specification` of gpu:TYPE:8,
@@ -40,7 +40,7 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
-# there. If it was submitted with several tasks per node, that is what these would have together.
+# there. If it was submitted with several tasks per node, torchrun gets what they would have together.
 # Without `unset`, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}

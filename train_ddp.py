@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Saved in samples, as W may be another on resume. The last step ends the epoch.
+                # In samples, as W may change before a resume. After the last step, it is all.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -331,7 +331,7 @@ def refuse_silent_mistakes():
 
 
 def set_environment(args):
-    """Set what plain python and --deterministic need. If torchrun dies, this process dies, too."""
+    """Set what plain python and --deterministic need; let this process end with torchrun."""
     if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

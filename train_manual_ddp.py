@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # With channels_last, numbers have another order in memory, which view_as() would lose.
+            # A channels_last tensor has another order in memory, which view_as() would lose.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -132,7 +132,7 @@ class GradientAverager:
 
     def __init__(self, model, sync="bucketed"):
         for tensor in [*model.parameters(), *model.buffers()]:
-            # Of a tensor that is not contiguous, as a slice, broadcast() may send wrong numbers.
+            # broadcast() may send wrong numbers of a tensor that is not contiguous, as a slice.
             dense = tensor.detach().contiguous()
             dist.broadcast(dense, src=0)
             tensor.detach().copy_(dense)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Saved in samples, as W may be another on resume. The last step ends the epoch.
+                # In samples, as W may change before a resume. After the last step, it is all.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -480,7 +480,7 @@ def refuse_silent_mistakes():
 
 
 def set_environment(args):
-    """Set what plain python and --deterministic need. If torchrun dies, this process dies, too."""
+    """Set what plain python and --deterministic need; let this process end with torchrun."""
     if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -524,7 +524,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "Before you evaluate it, broadcast": averaged,
     "both models of a GAN": two_models,
     "and then `backward()` once": two_losses,
-    "After unfreezing layers, wrap again": frozen_and_unfrozen,
+    "After unfreezing layers, wrap `model` again": frozen_and_unfrozen,
 }
 
 

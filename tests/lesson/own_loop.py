@@ -39,7 +39,8 @@ options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # If "fork" hangs, see the README. Other ways to start workers, such as Python 3.14's default, need
 # an `if __name__ == "__main__":`.
 options["multiprocessing_context"] = "fork" if WORKERS else None
-# drop_last: the sampler's shares are equal, and no smaller last batch has samples that weigh more.
+# This drop_last leaves out a smaller last batch, whose samples would weigh more. The sampler's makes
+# shares equal.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
@@ -73,7 +74,7 @@ for epoch in range(first_epoch, EPOCHS):
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
     # Each rank draws its own dropout and augmentation in each epoch. A resumed run draws what an
-    # uninterrupted one would have drawn, as this hash is the same in all runs.
+    # uninterrupted one would have drawn, as hash() of numbers is the same in all runs.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
