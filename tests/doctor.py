@@ -93,7 +93,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
@@ -347,9 +347,7 @@ class Doctor:
                     self.look("copies", state.key, state.steps, ddp.module, owned, state.copies)
 
     def meet(self, optimizer, params):
-        kind = f"{type(optimizer).__name__} {digest(sorted([*p.shape] for p in params))}"
-        state = types.SimpleNamespace(key=f"{kind} {next(self.number[kind])}", steps=0, random={})
-        state.copies = {}  # hashes, by id
+        state = types.SimpleNamespace(steps=0, random={}, copies={})  # these are hashes, by id
         state.draws, state.model = collections.defaultdict(list), lambda: None
         state.optimizer = weakref.ref(optimizer)
         # Where each task or parameter has an optimizer of its own, the search would take minutes.
@@ -359,6 +357,9 @@ class Doctor:
         first = next(iter(params), None)  # a rank of ZeroRedundancyOptimizer may have none
         wrappers = [ddp for ddp in self.wrappers if any(p is first for p in ddp.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
+        # Before it wraps the model, one rank may have tried steps on a copy, by an optimizer of the same kind.
+        kind = f"{type(optimizer).__name__} {digest([sorted([*p.shape] for p in params), bool(wrappers)])}"
+        state.key = f"{kind} {next(self.number[kind])}"
         if model is not None and not wrappers:
             state.model = weakref.ref(model)
         self.optimizers[optimizer] = state
@@ -407,6 +408,7 @@ class Doctor:
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
         if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
+            contents(loader.dataset)  # is kept, as from now on, the data set may keep what this rank reads
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
@@ -878,7 +880,7 @@ def data_sets(sampler):
         return "", {}
     dataset = sampler.dataset
     entries = listed(types.SimpleNamespace(entries=dataset), type(dataset).__name__, depth=0)
-    return "", {"samples:": len(dataset), **entries, **listed(dataset)}
+    return "", {"samples:": len(dataset), **entries, **listed(dataset, seen=LISTED)}
 
 
 @check("order", alike)
@@ -1143,8 +1145,12 @@ def due(count):
     return count in (3, "its end", "the end") or count & (count - 1) == 0 or count % 100 == 0
 
 
-def listed(dataset, prefix="", depth=3):
+def listed(dataset, prefix="", depth=3, seen=None):
     """Return hashes, by name, of the lists, tables, arrays and label maps of a data set, and of those within it."""
+    if seen is not None and isinstance(dataset, Dataset):
+        if dataset in seen:  # it may have kept what this rank has read since
+            return {}
+        seen.add(dataset)
     found, prefix = {}, prefix or type(dataset).__name__
     few = isinstance(dataset, dict) and len(dataset) < 100  # of columns, say, not of samples
     for name, value in (dataset if few else getattr(dataset, "__dict__", {})).items():
@@ -1152,7 +1158,7 @@ def listed(dataset, prefix="", depth=3):
             parts = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
             for i, part in enumerate(parts):
                 if depth and hasattr(part, "__getitem__"):
-                    found |= listed(part, f"{prefix}.{name}" + f"[{i}]" * (part is not value), depth - 1)
+                    found |= listed(part, f"{prefix}.{name}" + f"[{i}]" * (part is not value), depth - 1, seen)
             if hasattr(value, "iloc"):  # of pandas
                 value = value.iloc[:1000].to_numpy().tolist()
             elif name == "_indices" and hasattr(value, "slice"):  # of Hugging Face's data sets: the rows
@@ -1211,7 +1217,7 @@ def contents(dataset):
     return found
 
 
-CONTENTS = weakref.WeakKeyDictionary()
+CONTENTS, LISTED = weakref.WeakKeyDictionary(), weakref.WeakSet()
 
 
 def tensors(pairs):

@@ -162,6 +162,16 @@ class Drawn(Dataset):  # of what draws random numbers, from files in a folder of
     def __getitem__(self, i):
         return (samples[i] + torch.randn(4) if self.base is None else self.base[i][0],)
 
+class Keeping(Dataset):  # in memory, what this rank has read
+    def __init__(self):
+        self.kept = {}
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return (self.kept.setdefault(i, samples[i]) + torch.randn(4),)
+
 class Items(Dataset):  # in another order on each rank
     def __init__(self):
         self.items = [types.SimpleNamespace(number=(i + 7 * rank) % 64) for i in range(64)]
@@ -212,6 +222,8 @@ if kind == "list":
     train_set = [(samples[i] + torch.randn(4),) for i in torch.randperm(64)]
 if kind == "items":
     train_set = Subset(Items(), range(64))
+if "keeping" in kind:
+    train_set = Keeping()
 if kind == "drawn":
     train_set = Drawn(Drawn(None))
 if kind.endswith("of a tensor"):
@@ -224,7 +236,9 @@ if kind == "cycle":  # which only the garbage collector ends, with an order that
     cycle.itself, cycle.order = cycle, iter(cycle.sampler)
     next(cycle.order)
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
-test_sampler = DistributedSampler(test_set, shuffle=False) if "repeats" in kind else range(rank, 65, 2)
+test_set = train_set if kind == "keeping" else test_set
+evenly = "repeats" in kind or kind == "keeping"
+test_sampler = DistributedSampler(test_set, shuffle=False) if evenly else range(rank, 65, 2)
 loader = DataLoader(train_set, batch_size=4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if kind.startswith("no sampler"):
@@ -238,7 +252,7 @@ if kind == "one seed, by a sampler":
     loader = DataLoader(Files(), batch_size=4, sampler=SubsetRandomSampler(range(32)))
 if kind == "noisy files":
     train_set = Noisy()
-shuffling = ["shuffle", "shuffle, one batch", "shuffle, one seed", "table", "subset"]
+shuffling = ["shuffle", "shuffle, one batch", "shuffle, one seed", "shuffle, keeping", "table", "subset"]
 if kind in (*shuffling, "files", "paths", "one seed", "noisy files"):
     loader = DataLoader(Files() if kind in ("files", "paths") else train_set, batch_size=4, shuffle=True)
 if "own class" in kind:
@@ -305,6 +319,10 @@ if kind.endswith("older spectral norm"):
 model.head.requires_grad_(not kind.startswith("unfrozen"))
 options = {"static_graph": kind == "static", "find_unused_parameters": kind == "unused"}
 options |= {"broadcast_buffers": False} if kind.startswith(("its own buffers", "each rank's")) else {}
+if "tries" in kind and rank == 0:  # what memory a step needs
+    tried = copy.deepcopy(model)
+    tried(samples).sum().backward()
+    torch.optim.SGD(tried.parameters(), 0.1).step()
 ddp = DistributedDataParallel(model, **options)
 other = nn.Linear(4, 4)
 other.register_buffer("mean", torch.zeros(4))
@@ -417,7 +435,7 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             other_optimizer.step()
         wait = kind == "accumulation" and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
-            loss = (model if kind == "module" else ddp)(inputs, look=number, ddp=1).square().mean()
+            loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1).square().mean()
             loss.backward()
         if wait:
             continue
@@ -505,6 +523,7 @@ dist.destroy_process_group()
 # What is wrong, in miniature: the switch, what is found, and of what.
 MISTAKES = {
     "jingyaogong/minimind#853, moojink/openvla-oft#160": ("module", "weights differ: layers.0.weight, layers"),
+    "and rank 0 has tried a step before": ("tries, module", "weights differ: layers.0.weight, layers"),
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
     "unfrozen after wrapping, before the last step": ("unfrozen at last", "weights differ: head.weight, .* the end"),
@@ -552,6 +571,7 @@ MISTAKES = {
     "all samples in one batch": ("whole", "ranks get the same batches: inputs of Model"),
     "a second stage without a sampler": ("stage late", "ranks get the same batches"),
     "shuffle=True, of what the doctor does not know": ("table", "suspicion: .*ranks may go through the same samples"),
+    "shuffle=True, of a cache": ("shuffle, keeping", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, of numbers": ("indices", "suspicion: .*ranks may go through the same samples.*: 64 samples of ra"),
     "shuffle=True, of numbers in a list": ("indices in a list", "suspicion: .*ranks may go through the same samples"),
     "shuffle=True, beside another loader": ("shuffle, in one of two loaders", "ranks go through the same samples"),
@@ -588,7 +608,7 @@ RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "tu
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["of a tensor", "split order", "permuted", "traced"]
+RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
 
 
 @pytest.fixture
