@@ -408,7 +408,6 @@ class Doctor:
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
         if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
-            contents(loader.dataset)  # is kept, as from now on, the data set may keep what this rank reads
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
@@ -1148,9 +1147,9 @@ def due(count):
 def listed(dataset, prefix="", depth=3, seen=None):
     """Return hashes, by name, of the lists, tables, arrays and label maps of a data set, and of those within it."""
     if seen is not None and isinstance(dataset, Dataset):
-        if dataset in seen:  # it may have kept what this rank has read since
+        if seen.get(id(dataset)) is dataset:  # since then, it may have kept what this rank has read
             return {}
-        seen.add(dataset)
+        seen[id(dataset)] = dataset  # not by a hash, which a dataclass has not
     found, prefix = {}, prefix or type(dataset).__name__
     few = isinstance(dataset, dict) and len(dataset) < 100  # of columns, say, not of samples
     for name, value in (dataset if few else getattr(dataset, "__dict__", {})).items():
@@ -1217,7 +1216,7 @@ def contents(dataset):
     return found
 
 
-CONTENTS, LISTED = weakref.WeakKeyDictionary(), weakref.WeakSet()
+CONTENTS, LISTED = weakref.WeakKeyDictionary(), weakref.WeakValueDictionary()
 
 
 def tensors(pairs):
