@@ -80,7 +80,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate of the middle of the step, `step - 0.5`: at its end, the last would be 0.
+            # `lr` is the rate in the middle of the step: at its end, the last one would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change before a resume. The last step completes the epoch.
+                # Progress is saved in samples, as W may change. The last step completes the epoch.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
