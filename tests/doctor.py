@@ -15,7 +15,7 @@ It looks at
   steps that it prints are those of all optimizers
 - tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass in train() gets,
   in lists and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or,
-  if each rank augments them, by 8 integers of a batch
+  if each rank augments them, by 8 integers of a batch, such as labels, of which some come again later
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -105,7 +105,7 @@ IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Bro
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
-    "in orders of their own": "the same batches",
+    "perhaps in other orders": "the same batches",
     "copies of the model": "the ranks' weights differ",
     "the ranks' weights differ": "the learning rates differ",
 }
@@ -795,7 +795,7 @@ def integers(batches):
 @check("inputs", common, "suspicion")
 @check("loader", common, "suspicion")
 def samples(batches):
-    """ranks go through the same samples, in orders of their own
+    """ranks go through the same samples, perhaps in other orders
     Give each a share: a DistributedSampler, whose data set, seed and epoch are the same on all ranks. Of an
     IterableDataset, or in a sampler of your own: every W-th of one order that is the same on all W ranks. If they
     are drawn, as noise: give each a seed of its own."""
@@ -848,7 +848,7 @@ def splits(kind, indices):
 
 @check("DataLoader", alike)
 def shuffling_loaders(dataset):
-    """ranks go through the same samples, in orders of their own
+    """ranks go through the same samples, perhaps in other orders
     Give each a share: sampler=DistributedSampler(dataset) without shuffle=True, and set_epoch."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if known else {}
@@ -856,7 +856,7 @@ def shuffling_loaders(dataset):
 
 @check("DataLoader", alike, "suspicion")
 def shuffling_loaders_of_unknown_samples(dataset):
-    """ranks may go through the same samples, in orders of their own
+    """ranks may go through the same samples, perhaps in other orders
     If no rank has samples of its own: sampler=DistributedSampler(dataset), not shuffle=True, and set_epoch."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if not known else {}
