@@ -10,7 +10,7 @@
 #
 # Add --account and --partition as your site asks. Submit it in the training script's directory, on a
 # disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
-# and resumes. (A training that ends in these 120 s is requeued once more, and then only evaluates.)
+# and resumes. (If training ends in these 120 s, its job is requeued once more, and only evaluates.)
 # Without, train_ddp.py begins anew if Slurm requeues it, as after a preemption. A failed job is not
 # requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides --gpus-per-node.
 # If sbatch says that a flag contradicts a line, or `Invalid GRES specification` of gpu:TYPE:8,
@@ -41,7 +41,7 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# Without `unset`, srun would give torchrun the GPUs of one task, or none.
+# Because of these variables, srun would give torchrun the GPUs of one task, or none: unset them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

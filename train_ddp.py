@@ -66,7 +66,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (To save memory, each p.grad becomes a part of its bucket, which is sent.)
+    # (Each p.grad becomes a part of a bucket, the tensor that is sent: this saves memory.)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -80,7 +80,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `lr` is the rate in the middle of the step: at its end, the last one would be 0.
+            # `lr` is the rate in the middle of a step: at the end of the last step, it would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Progress is saved in samples, as W may change. The last step completes the epoch.
+                # W may change, so samples are counted. The last step counts those left out, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -261,8 +261,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
-    # dataset[x] for each x of the sampler. Here, x is a tensor: all indices of a batch. For files:
+    # Images and indices are in memory, on `device`. The sampler yields a tensor for each batch, its
+    # indices, and because of batch_size=None, the loader then yields dataset[indices]. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -355,7 +355,7 @@ def catch_signals(args):
         signals.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print in the bar's row
+    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     return signals
 

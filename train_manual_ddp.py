@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # Unlike view_as(), this keeps the order of a channels_last tensor in memory.
+            # as_strided() keeps the order of a channels_last tensor in memory; view_as() does not.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages, then expect new gradients. With NCCL, Python does not wait."""
+        """Wait for the averages, then expect new gradients. With NCCL, only the GPU waits."""
         self.work.wait()
         self.work = None
         self.pending = set(self.views)
@@ -124,15 +124,15 @@ class GradientAverager:
     - "flat": all gradients in average(), in one bucket, or in several where dtypes change;
     - "per-parameter": one gradient after the other, also in average().
 
-    Gradients have to be dense. A parameter that no rank has used gets zeros. With "bucketed", a
-    second backward() through the same parameters before average() raises RuntimeError, if the first
-    was not in no_sync(). Between backward() and average(), a p.grad may be half a sum: do not
-    read it.
+    Gradients have to be dense. A parameter that no rank has used gets zeros. Of several
+    backward() calls before average(), all but the last have to be in no_sync(), or "bucketed"
+    raises RuntimeError. Between backward() and average(), a p.grad may be half a sum: do not read
+    it.
     """
 
     def __init__(self, model, sync="bucketed"):
         for tensor in [*model.parameters(), *model.buffers()]:
-            # broadcast() may send wrong numbers of a tensor that is not contiguous, as a slice.
+            # broadcast() may send wrong numbers if a tensor is not contiguous, such as a slice.
             dense = tensor.detach().contiguous()
             dist.broadcast(dense, src=0)
             tensor.detach().copy_(dense)
@@ -214,7 +214,7 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (To save memory, each p.grad becomes a part of its bucket, which is sent.)
+    # (Each p.grad becomes a part of a bucket, the tensor that is sent: this saves memory.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -228,7 +228,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `lr` is the rate in the middle of the step: at its end, the last one would be 0.
+            # `lr` is the rate in the middle of a step: at the end of the last step, it would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Progress is saved in samples, as W may change. The last step completes the epoch.
+                # W may change, so samples are counted. The last step counts those left out, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -410,8 +410,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
-    # dataset[x] for each x of the sampler. Here, x is a tensor: all indices of a batch. For files:
+    # Images and indices are in memory, on `device`. The sampler yields a tensor for each batch, its
+    # indices, and because of batch_size=None, the loader then yields dataset[indices]. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -504,7 +504,7 @@ def catch_signals(args):
         signals.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print in the bar's row
+    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     return signals
 

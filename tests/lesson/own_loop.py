@@ -39,7 +39,7 @@ options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # If "fork" hangs, see the README. Other ways to start workers, such as Python 3.14's default, need
 # an `if __name__ == "__main__":`.
 options["multiprocessing_context"] = "fork" if WORKERS else None
-# This drop_last leaves out a smaller last batch, as its samples would weigh more.
+# The loader's drop_last leaves out a smaller last batch, whose samples would weigh more.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
@@ -72,8 +72,8 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Each rank draws its own dropout and augmentation in each epoch. A resumed run draws what an
-    # uninterrupted one would have drawn, as hash() of numbers is the same in all runs.
+    # Each rank draws its own dropout and augmentation in each epoch. hash() of numbers, unlike that
+    # of strings, is equal in all runs: a resumed run draws what an uninterrupted one would draw.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
