@@ -583,7 +583,7 @@ def positive(kind, or_zero=False):
 
 
 def parse_args():
-    """Return the flags. An invalid one ends the process with a line that names it, and code 2."""
+    """Return the flags. If one is malformed, argparse names it, and exits with code 2."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add, count, rate = parser.add_argument, positive(int), positive(float)
     add("--epochs", type=positive(int, or_zero=True), default=3, metavar="N", help="0: only test")
