@@ -95,13 +95,13 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def wait(self):
-        """Wait for the averages, then expect new gradients. With NCCL, only the GPU waits."""
-        self.work.wait()
+        """Wait for the averages, then expect new gradients."""
+        self.work.wait()  # with NCCL, the GPU waits, and Python goes on
         self.work = None
         self.pending = set(self.views)
 
 
-# The bytes at which the first bucket is closed, and each later one. No tensor is split.
+# The bytes with which a bucket is full: the first bucket, and each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -208,7 +208,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # SGD's rule, not Adam's
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD, not Adam
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -221,14 +221,14 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (hash() of numbers is equal in all runs.)
+        # Each rank draws its own dropout in each epoch. (hash() differs by run for strings only.)
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `lr` is the rate in the middle of a step: at the end of the last step, it would be 0.
+            # step - 0.5 is the middle of the step. At the end of the last one, the rate would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # W may change, so samples are counted. The last step counts those left out, too.
+                # W may change, so samples are counted. The last step completes those of the epoch.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -410,8 +410,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. The sampler yields a tensor for each batch, its
-    # indices, and because of batch_size=None, the loader then yields dataset[indices]. For files:
+    # Images and indices are in memory, on `device`. The sampler is a list of batches, each of which
+    # is a tensor of indices. With batch_size=None, the loader yields dataset[indices]. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     indices = torch.tensor(indices, dtype=torch.int64, device=device)

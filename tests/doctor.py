@@ -734,8 +734,8 @@ def weights(state, params):
     The cause is probably one of these: the model is not wrapped in DDP; the script calls the model, not the
     wrapper; layers were unfrozen or added after wrapping; a step does not use all layers; only one rank has loaded
     the weights or the optimizer's state; no_sync() covers the last forward pass of a step; backward() is called
-    twice after one forward pass; torch.autograd.grad is called, not backward(); weights are set, or gradients scaled,
-    by numbers that differ by rank; ranks decide by themselves to skip a step or to leave a loop.
+    twice after one forward pass; torch.autograd.grad is called, not backward(); weights or gradients are changed by
+    numbers that differ by rank; ranks decide by themselves to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]
