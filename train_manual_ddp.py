@@ -6,8 +6,8 @@
 
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
-of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits. (DDP
-also copies rank 0's buffers in every step. Here, only `evaluate` does, as only it uses them.)
+of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits.
+(DDP also copies rank 0's buffers in every step. Here, only `evaluate` copies them.)
 """
 
 import contextlib
@@ -101,7 +101,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# The bytes with which a bucket is full: the first bucket, and each later one.
+# The bytes that make a bucket full: those of the first bucket, and those of each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -228,7 +228,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # step - 0.5 is the middle of the step. At the end of the last one, the rate would be 0.
+            # step - 0.5 is the middle of a step: with `step`, the rate of the last one would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # W may change, so samples are counted. The last step completes those of the epoch.
+                # This counts samples, as W may change, and in the end also those that are left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

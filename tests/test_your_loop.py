@@ -329,7 +329,7 @@ def gather_with_gradient():
     all_pairs(first, second, temperature).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     right = lesson("dist.all_gather(")
-    wrong = right.replace("gradient * world_size", "gradient")  # for all but the temperature, which is the first
+    wrong = right.replace("world_size * (z -", "(z -")  # for all but the temperature, which is the first
     pairs = right.replace("gather(first), gather(second)", "*gather(z).chunk(2)")
     for source, equal in {right: [True] * 3, wrong: [True, False, False], pairs: [False] * 3}.items():
         model.zero_grad()
@@ -523,7 +523,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "after the wrapper, as the weights may differ by rank before. Update it on each rank. "
     "Before you evaluate it, broadcast": averaged,
     "both models of a GAN": two_models,
-    "and then `backward()` once": two_losses,
+    "and then call `backward()` once": two_losses,
     "After unfreezing layers, wrap `model` again": frozen_and_unfrozen,
 }
 

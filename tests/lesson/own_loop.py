@@ -68,7 +68,7 @@ if state := box[0]:
 ddp = DistributedDataParallel(model)  # 4. start from equal weights and average the gradients
 
 for epoch in range(first_epoch, EPOCHS):
-    if patience == 0:  # also when resumed; on all ranks alike, as it comes from the accuracy of all
+    if patience == 0:  # on all ranks at once, as `patience` depends on the accuracy over all ranks
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
