@@ -89,7 +89,7 @@ watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchru
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
 label() { # print what a host prints, with its name in front
     sed -u "s/^/$1: /" && return
-    # A full disk, or Ctrl-C with `| tee`: stop all hosts, and read what they print while they save.
+    # sed has failed (full disk, Ctrl-C with `| tee`): stop all hosts, and read what they still print.
     kill "$pipe" 2>/dev/null
     cat >/dev/null
     return 1

@@ -8,13 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it in the training script's directory, on a
-# disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is requeued,
-# and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a preemption. A failed
-# job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8 also overrides
-# --gpus-per-node. If sbatch says that a flag contradicts a line below, remove this line. If it says
-# `Invalid GRES specification` of gpu:TYPE:8, remove the line of --gpus-per-node. Leave --ntasks and
-# --ntasks-per-gpu alone: each node has one task, torchrun.
+# Add --account and --partition as your site asks. Submit it in the training script's directory, on
+# a disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is
+# requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
+# preemption. A failed job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8
+# also overrides --gpus-per-node. If sbatch says that a flag contradicts a line below, remove this
+# line. If it says `Invalid GRES specification` of gpu:TYPE:8, remove the line of --gpus-per-node.
+# Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'

@@ -115,8 +115,8 @@ class GradientAverager:
         averager = GradientAverager(model)     # every rank takes rank 0's parameters and buffers
         with averager.no_sync():
             loss(model, batch).backward()      # gradients add up on this rank
-        loss(model, last_batch).backward()     # "bucketed" sends them meanwhile,
-        averager.average()                     # and now each p.grad is the average
+        loss(model, last_batch).backward()     # "bucketed" sends gradients meanwhile
+        averager.average()                     # now, each p.grad is the average
 
     `sync` says what is sent, and when:
     - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is full and those
@@ -228,7 +228,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # step - 0.5 is the middle of a step: with `step`, the rate of the last one would be 0.
+            # step - 0.5 is the middle of a step: with `step`, the last step would have the rate 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # This counts samples, as W may change, and in the end also those that are left out.
+                # As W may change, this is a number of samples. After the last step, none is left.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -524,7 +524,7 @@ def save_checkpoint(args, model, optimizer, epoch, samples_done):
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "position": (epoch, samples_done),  # of that epoch's samples, those of all ranks
+        "position": (epoch, samples_done),  # the epoch, and how many of its samples are done
         "data": data_flags(args),
     }
     path = args.checkpoint.resolve()  # a link stays, and the file that it points to is replaced

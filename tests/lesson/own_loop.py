@@ -53,7 +53,7 @@ first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: highe
 settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
 
 exists = rank == 0 and os.path.exists("last.pt")
-# weights_only=False is for files of your own, which may hold more than tensors.
+# weights_only=False loads any Python object: use it only for files that you have written.
 box = [torch.load("last.pt", map_location="cpu", weights_only=False) if exists else None]
 dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
@@ -95,7 +95,7 @@ for epoch in range(first_epoch, EPOCHS):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    optimizer.zero_grad()  # drop what is left of an incomplete step: the next one would take it
+    optimizer.zero_grad()  # drop the gradients of an incomplete step, or the next step would include them
 
     model.eval()
     for buffer in model.buffers():  # BatchNorm's statistics differ by rank: all take those of rank 0
