@@ -80,7 +80,7 @@ save_and_stop() {
     echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    # Ranks that have no handler yet ignore it, so it comes again if srun is there after 60 s.
+    # Ranks ignore it until they have a handler: it comes again after 60 s, if srun still runs.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left

@@ -73,14 +73,14 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (hash() differs by run for strings only.)
+        # Each rank draws its own dropout in each epoch.
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # step - 0.5 is the middle of a step: with `step`, the last step would have the rate 0.
+            # The rate is that of the middle of the step, `step - 0.5`, as the cosine ends at 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # As W may change, this is a number of samples. After the last step, none is left.
+                # Samples are counted, as W may change. With the last step, the whole epoch counts.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

@@ -101,7 +101,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# The bytes that make a bucket full: those of the first bucket, and those of each later one.
+# A bucket takes parameters until it has so many bytes: the first bucket, and each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -124,10 +124,10 @@ class GradientAverager:
     - "flat": all gradients in average(), in one bucket, or in several where dtypes change;
     - "per-parameter": one gradient after the other, also in average().
 
-    Gradients have to be dense. A parameter that no rank has used gets zeros. Of several
-    backward() calls before average(), all but the last have to be in no_sync(), or "bucketed"
-    raises RuntimeError. Between backward() and average(), a p.grad may be half a sum: do not read
-    it.
+    Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
+    gradient alone.) If backward() is called several times before average(), all but the last call
+    have to be in no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(), a
+    p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -221,14 +221,14 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch. (hash() differs by run for strings only.)
+        # Each rank draws its own dropout in each epoch.
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # step - 0.5 is the middle of a step: with `step`, the last step would have the rate 0.
+            # The rate is that of the middle of the step, `step - 0.5`, as the cosine ends at 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # As W may change, this is a number of samples. After the last step, none is left.
+                # Samples are counted, as W may change. With the last step, the whole epoch counts.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
