@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # as_strided() keeps the order of a channels_last tensor in memory; view_as() does not.
+            # A view has the shape and strides of its parameter, which may be channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -125,9 +125,9 @@ class GradientAverager:
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
-    gradient alone.) If backward() is called several times before average(), all but the last call
-    have to be in no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(), a
-    p.grad may be half a sum: do not read it.
+    gradient alone.) If backward() goes through the same parameters several times before average(),
+    all but the last call have to be in no_sync(), or "bucketed" raises RuntimeError. Between
+    backward() and average(), a p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -228,7 +228,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate is that of the middle of the step, `step - 0.5`, as the cosine ends at 0.
+            # The rate is that at `step - 0.5`: at `step`, the last step would have a rate of 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Samples are counted, as W may change. With the last step, the whole epoch counts.
+                # Samples are saved, as W may change. In the end, those left out are done, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -410,12 +410,12 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. The sampler is a list of batches, each of which
-    # is a tensor of indices. With batch_size=None, the loader yields dataset[indices]. For files:
+    # Images and indices are in memory, on `device`. With batch_size=None, the loader does not form
+    # batches: it yields dataset[x] for each x of `batches`, a tensor of indices. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
-    indices = torch.tensor(indices, dtype=torch.int64, device=device)
-    return DataLoader(dataset, batch_size=None, sampler=indices.split(args.batch_size))
+    batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
+    return DataLoader(dataset, batch_size=None, sampler=batches)
 
 
 def read_mnist(folder):
