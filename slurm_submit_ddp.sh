@@ -41,7 +41,7 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# The variables that are unset below would make srun give torchrun the GPUs of one task, or none.
+# With the variables of `unset` below, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
@@ -90,7 +90,7 @@ while kill -0 "$srun" 2>/dev/null; do
 done
 wait "$srun"
 code=$?
-# A job that ends by itself in the grace time of a preemption is not requeued by Slurm. Here it is,
+# If a job ends by itself in the grace time of a preemption, Slurm does not requeue it. So this does,
 # whatever its exit code, as torchrun fails after SIGTERM even if all is saved.
 if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes code=0; fi
 [[ $stopped && $code == 0 ]] || exit "$code"

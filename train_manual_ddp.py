@@ -228,7 +228,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate is that at `step - 0.5`: at `step`, the last step would have a rate of 0.
+            # With `step` in place of `step - 0.5`, the last step would have a rate of 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -244,7 +244,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Samples are saved, as W may change. In the end, those left out are done, too.
+                # This counts samples, as W may change. In the end, it counts those left out, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -461,7 +461,7 @@ def log(args, **values):
         if isinstance(value, float):
             value = f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
         words.append(f"{name} {value}")
-    with contextlib.suppress(BrokenPipeError):  # Ctrl-C has ended `| tee log`: save all the same
+    with contextlib.suppress(BrokenPipeError):  # Ctrl-C has ended `| tee log`: go on, to save
         tqdm.write(f"{'  '.join(words)}\n", end="")  # in one piece, above the bar if there is one
         sys.stdout.flush()
     with args.metrics.open("a") as file:

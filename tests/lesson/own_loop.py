@@ -72,8 +72,8 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Each rank and epoch has a seed of its own, for dropout and augmentation. In a resumed run, it is
-    # the same as in an uninterrupted one, as hash() of numbers, unlike that of strings, never varies.
+    # Each rank and epoch has a seed of its own, for dropout and augmentation. A resumed run has the
+    # same seeds, as hash() of numbers is the same in all runs. (That of strings is not.)
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
