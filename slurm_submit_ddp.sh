@@ -12,8 +12,8 @@
 # a disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is
 # requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
 # preemption. A failed job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8
-# also overrides --gpus-per-node. If sbatch says that a flag contradicts a line below, remove this
-# line. If it says `Invalid GRES specification` of gpu:TYPE:8, remove the line of --gpus-per-node.
+# also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line, remove
+# that line. If it says `Invalid GRES specification` of gpu:TYPE:8, remove the line of --gpus-per-node.
 # Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -34,14 +34,14 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# For the last task of an array, SLURM_JOB_ID is the number of the whole array, not of this job.
+# 123, or 123_4 in an array, for whose last task SLURM_JOB_ID is the number of the whole array.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With the variables of `unset` below, srun would give torchrun the GPUs of one task, or none.
+# If the variables of `unset` stayed set, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
