@@ -8,13 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it in the training script's directory, on
-# a disk that all nodes share. With --checkpoint, a job saves 120 s before its time is up, is
-# requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
-# preemption. A failed job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8
+# Add --account and --partition as your site asks. Submit it where the paths that you give begin,
+# SCRIPT's too, on a disk that all nodes share. With --checkpoint, a job saves 120 s before its time
+# is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after
+# a preemption. A failed job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8
 # also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line, remove
-# that line. If it says `Invalid GRES specification` of gpu:TYPE:8, remove the line of --gpus-per-node.
-# Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
+# that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the line of
+# --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -34,17 +34,17 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# 123, or 123_4 in an array, for whose last task SLURM_JOB_ID is the number of the whole array.
+# For scontrol: 123 or, in an array, 123_4, as its last task has the SLURM_JOB_ID of the whole.
 job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# If the variables of `unset` stayed set, srun would give torchrun the GPUs of one task, or none.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}
+# If these stayed set, srun would give torchrun the GPUs of one task, or none.
 unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
 # Where CPUs are bound, a job submitted from a shell of srun would use the CPUs of that shell.
 unset "${!SLURM_CPU_BIND@}"

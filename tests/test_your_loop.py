@@ -405,10 +405,12 @@ def plateau():
 
 def test_the_same_metric(train_many, tmp_path):
     trained, _ = train_many(MANY)
-    (load,) = re.findall(r"`(model.load_state_dict\(torch.load\(\S+\)\))`", README)
     ((first, last),) = re.findall(r"what trains, from the first `(.*?)` to `(.*?)`", README)
     start, end = ONE.index(first), ONE.index(last) + len(last)
-    (tmp_path / "one.py").write_text(ONE[:start] + load + ONE[end:])
+    loaded = lesson("load_state_dict")
+    source = ONE[:start] + re.search("model.load.*", loaded)[0] + ONE[end:]
+    assert loaded in source
+    (tmp_path / "one.py").write_text(source)
     evaluated = finish(in_dir, tmp_path, run_script, tmp_path / "one.py", nproc=1)
     assert {*re.findall("accuracy (.*)", evaluated)} == {re.findall("accuracy (.*)", trained)[-1]}
 
@@ -515,7 +517,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "need seeds of their own, also for a loader with `num_workers=0`": noise,
+    "where a loader with `num_workers=0` runs, too, these two need seeds of their own": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
