@@ -40,7 +40,7 @@ while (($#)) && [[ $1 != -- ]]; do
 done
 arguments=("${@:2}")
 [[ ! $hosts || ,$hosts, != *[,@],* ]] || fail "--hosts $hosts: a host name is empty"
-IFS=, read -ra hosts <<<"$hosts"
+IFS=$', \n' read -rd '' -a hosts <<<"$hosts" # lines of `scontrol show hostnames` will do, too
 if ((${#hosts[@]})); then
     [[ ! $nnodes$node_rank ]] || fail '--hosts starts every node: no --nnodes, no --node-rank'
     torchrun=$(command -v torchrun) || fail 'no torchrun here: activate its environment'
@@ -81,10 +81,12 @@ elif ((${#hosts[@]} == 0)); then
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s.
+# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. If
+# its own ranks have ended before those of other hosts, it ignores the signal: then, it is killed.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
-watch="torchrun=\$!; (cat <&3; kill \$torchrun) >/dev/null 2>&1 & wait \$torchrun"
+end="kill \$torchrun; timeout $patience tail --pid=\$torchrun -f /dev/null || kill -9 \$torchrun"
+watch="torchrun=\$!; (cat <&3; $end) >/dev/null 2>&1 & wait \$torchrun" # one line, for tcsh
 # As Wi-Fi may be silent for many seconds, ssh gives up only after two minutes.
 options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8)
 label() { # print what a host prints, with its name in front
@@ -110,7 +112,7 @@ stop() { # exit code, reason
 }
 trap 'stop 130 "stopped by a signal"' HUP INT TERM
 # After a stop, it waits for the hosts, as a new start would find the port in use.
-while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < patience)); do
+while ((${#pids[@]} > 0)) && ((code == 0 || SECONDS < patience + 5)); do
     for node in "${!pids[@]}"; do
         kill -0 "${pids[node]}" 2>/dev/null && continue
         wait "${pids[node]}" || stop $? "${hosts[node]} ended with exit code $?"

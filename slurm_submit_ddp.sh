@@ -39,8 +39,8 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job has
-# there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
+# srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job asks
+# for. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=$((${SLURM_GPUS_PER_TASK##*:} * tasks))}

@@ -192,7 +192,7 @@ class GradientAverager:
             bucket.wait()
 
 
-@record  # torchrun's summary then shows the traceback of a rank that failed
+@record  # torchrun's summary then shows the traceback of an exception
 def main(args):
     """Train and test. With --checkpoint, save before each test and when a signal says stop."""
     rank, local_rank, world_size, device = setup(args)  # 1. and 2., collective
@@ -337,7 +337,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not `ddp`: its forward pass may be a collective, and a rank may have no batch.
+        # Not DDP's wrapper: its forward pass may be a collective, and a rank may have no batch.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()
@@ -502,7 +502,8 @@ def catch_signals(args):
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
+        if number == signal.SIGINT and not dist.is_torchelastic_launched():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
     for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
@@ -552,7 +553,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
     # NCCL, the broadcast needs GPU memory, so the file must fit there beside the model. For larger
-    # ones, use torch.distributed.checkpoint, with which each rank reads its own part.
+    # ones, use torch.distributed.checkpoint, with which each rank reads the file.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0
@@ -601,7 +602,7 @@ def parse_args():
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")
     add("--timeout", type=rate, default=300, help="seconds a collective may wait")
-    add("--log-interval", type=count, default=20, metavar="N", help="steps between reports")
+    add("--log-interval", type=count, default=20, metavar="N", help="steps; saves report, too")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
     add("--save-every", type=count, default=math.inf, metavar="N", help="steps; also each epoch")

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -190,7 +191,10 @@ def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, 
     """Or the ranks get USR1, again and again until they have ended."""
     with Background(*torchrun(2), SMALL_MODEL, DDP, *saving, log=tmp_path / "log", PAUSE=0.2) as job:
         job.wait_for("epoch 1  step 7 ")
-        if how != signal.SIGUSR1:
+        if how == signal.SIGINT:  # to all, as `pkill` sends it: from torchrun, each rank gets it once more
+            for pid in job.pids().values():
+                os.kill(pid, how)
+        elif how != signal.SIGUSR1:
             job.process.send_signal(how)
         else:
             with contextlib.suppress(ProcessLookupError, KeyError):
@@ -213,6 +217,15 @@ def test_ctrl_c_twice_and_signals_without_a_checkpoint(flags, saving):
                 while True:
                     ranks.kill(0, number)
             assert ranks.wait() != [0] and STOPPED not in ranks.output()
+
+
+def test_ctrl_c_after_another_signal_lets_it_save(saving):
+    with Ranks(DDP, *saving, nproc=1, PAUSE=1) as ranks:
+        ranks.wait_for("step 1 ")
+        ranks.kill(0, signal.SIGTERM)
+        time.sleep(0.1)  # of those that come at once, Python handles the one with the lower number first
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.wait() == [0] and STOPPED in ranks.output()
 
 
 def spied(folder, *command):

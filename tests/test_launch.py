@@ -73,6 +73,7 @@ def test_what_is_printed():
     (one,) = printed("--dry-run", "--nproc-per-node=2", OMP_NUM_THREADS=7, NCCL_X="a\tb", TORCH_X=1, PYTORCH_X=1)
     assert " NCCL_X=$'a\\tb' OMP_NUM_THREADS=7 PYTORCH_X=1 TORCH_X=1 torchrun " in one
     assert "OMP_NUM_THREADS" not in "".join(printed("--dry-run", "--hosts=node0"))
+    assert " --nnodes=2 --node-rank=1 --master-addr=a " in printed("--dry-run", "--hosts=a\nb")[1]
     assert " --master-addr=10.0.0.1 " in printed("--dry-run", "--hosts=a,b", "--master-addr=10.0.0.1")[1]
     first, second = printed("--dry-run", "--hosts=me@node0,node1", "--interface=eth0", "--master-port=1")
     assert "GLOO_SOCKET_IFNAME=eth0" in first and "NCCL_SOCKET_IFNAME=eth0" in first
@@ -125,6 +126,17 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     assert result.returncode == code and re.search(f"(?m)^{words}", result.stdout), result.stdout
     assert re.search(rf"(?m)^\w+ ended with exit code {code}: stopping all hosts$", result.stderr)
     network.wait_until_empty()
+
+
+@pytest.mark.cluster
+def test_a_host_fails_when_another_has_ended(network, tmp_path):
+    """There, torchrun waits for up to five minutes, ignores SIGTERM, and has the port."""
+    worker = "import os, time\nrank = int(os.environ['RANK'])\ntime.sleep(4 * rank)\nexit(rank)"
+    (tmp_path / "worker.py").write_text(worker)
+    flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py")
+    result = run(network.login.inside(LAUNCHER, *flags), timeout=100, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1)
+    assert "node1 ended with exit code 1: stopping all hosts\n" in result.stderr
+    assert result.returncode == 1 and not network.nodes[0].processes()
 
 
 @pytest.mark.cluster
