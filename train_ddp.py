@@ -200,7 +200,7 @@ def evaluate(model, test_set, device, args):
 
 
 def equal_weights_sha256(model):
-    """Return the SHA-256 of all parameters and buffers. Exit if it differs by rank. Collective."""
+    """Return the SHA-256 of the state_dict. Exit if it differs by rank. Collective."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

@@ -14,6 +14,7 @@ SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 ENVIRONMENT = f"export PATH={os.environ['PATH']} GLOO_SOCKET_IFNAME=eth0"
 IN_A_STEP = {"SLURM_CPU_BIND": "of its CPUs"}  # as in a shell of srun where CPUs are bound; srun refuses this value
+IN_AN_ALLOCATION = {"SLURM_GPUS": 1, "SLURM_GPUS_PER_TASK": 1}  # as in a shell of `salloc --gpus-per-task=1`
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then
 
 
@@ -60,8 +61,9 @@ def test_srun_starts_several_worlds_of_one_but_its_shell_is_one(slurm, small_mni
 
 def test_processes_and_their_variables(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
-    flags = {"--job-name=x": 2, "--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
+    flags = {"--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
     jobs = {submit(flags=("--nodes=1", flag)): [(processes, 16 // processes, 100)] for flag, processes in flags.items()}
+    jobs[submit(flags=["--nodes=1"], **IN_AN_ALLOCATION)] = [(2, 8, 100)]
     (tmp_path / "my worker.py").write_text(WORKER)
     (tmp_path / "my worker.py.end").touch()
     jobs[submit(NPROC_PER_NODE=3, SCRIPT="my worker.py")] = [(3, 5, 100)]
@@ -181,16 +183,18 @@ def test_a_notice_while_the_ranks_still_start(slurm, submit, tmp_path):
 
 
 def test_an_array_requeues_the_one_job_that_asks_for_it(slurm, submit, tmp_path):
-    """The last job of an array has the number of the whole array."""
+    """The last job of an array has the number of the whole array; one that a task submits has variables of the task."""
     array = submit("--checkpoint", flags=(*ONE_PROCESS, "--array=0-1"))
-    jobs = [f"{array}_{task}" for task in (0, 1)]
+    jobs = [f"{array}_0", f"{array}_1", submit("--checkpoint", SLURM_ARRAY_JOB_ID=array, SLURM_ARRAY_TASK_ID=0)]
     wait_until(lambda: all("started" in slurm.log(job) for job in jobs))
-    slurm.command(*NEAR_THE_LIMIT, jobs[1])
-    wait_until(lambda: "requeued\n" in slurm.log(jobs[1]))
-    wait_until(lambda: slurm.log(jobs[1]).count("started") == 2)
+    for job in jobs[1:]:
+        slurm.command(*NEAR_THE_LIMIT, job)
+        wait_until(lambda job=job: slurm.log(job).count("started") == 2)
+        assert "requeued\n" in slurm.log(job)
     (tmp_path / "worker.py.end").touch()
     assert [(slurm.finish(job)[0], slurm.job(job, "Restarts")) for job in jobs] == [
         ("COMPLETED", "0"),
+        ("COMPLETED", "1"),
         ("COMPLETED", "1"),
     ]
 
