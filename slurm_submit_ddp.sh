@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# For scontrol: 123 or, in an array, 123_4, as its last task has the SLURM_JOB_ID of the whole. (If
-# it does not fit, a task of another array has submitted this job, with its variables.)
+# The last task of an array has the SLURM_JOB_ID of the whole array, so scontrol gets 123_4. (The
+# variables may be those of another array, one of whose tasks has submitted this job.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -46,7 +46,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}}
-# If these stayed set, srun would give torchrun the GPUs of one task, of a shell of salloc, or none.
+# Left set, these might give torchrun the GPUs of one task, of the shell of sbatch, or none.
 unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
 # Where CPUs are bound, a job submitted from a shell of srun would use the CPUs of that shell.
 unset "${!SLURM_CPU_BIND@}"

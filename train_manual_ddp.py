@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # If p is channels_last, so is its view. If p is a slice with gaps, its view has none.
+            # The view has p's memory layout, such as channels_last, but no gaps if p is a slice.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -165,7 +165,8 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
-        if p not in bucket.pending:  # already collected: even no_sync() must not add to it
+        # Once a gradient is in its bucket, nothing may add to it, not even in no_sync().
+        if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
             return
@@ -244,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Samples, not steps, as W may change. At an epoch's end, those left out count, too.
+                # Saved in samples, as W may change. A finished epoch counts as the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -410,8 +411,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. Here, the sampler yields the indices of whole
-    # batches and, with batch_size=None, the loader yields dataset[indices]. For files:
+    # Images and indices are in memory, on `device`. Each item of the sampler is a tensor, the
+    # indices of a batch. With batch_size=None, the loader yields dataset[item]. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
