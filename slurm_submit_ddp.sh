@@ -52,7 +52,7 @@ unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
 unset "${!SLURM_CPU_BIND@}"
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ones
+port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node need different ones
 echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $restarts"
 
 # Nodes may differ in their GPUs, so each runs this itself, inside the container if there is one.

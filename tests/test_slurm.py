@@ -200,7 +200,7 @@ def test_an_array_requeues_the_one_job_that_asks_for_it(slurm, submit, tmp_path)
 
 
 def test_preemption(slurm, submit, tmp_path):
-    """Without a grace time, and with one, in which the job ends by itself."""
+    """Without a grace time, where ranks have 30 s to save, and with one, in which the job ends by itself."""
     jobs = [submit("--checkpoint", flags=(*ONE_PROCESS, f"--partition={name}")) for name in ("debug", "graceful")]
     wait_until(lambda: all("started" in slurm.log(job) for job in jobs))
     urgent = submit(flags=("--partition=urgent", "--exclusive", "--gpus-per-node=0"))
@@ -208,6 +208,7 @@ def test_preemption(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     for job in (urgent, *jobs):
         assert slurm.finish(job)[0] == "COMPLETED", slurm.log(job)
+        assert job == urgent or "saving" in slurm.log(job)
     assert [slurm.job(job, "Restarts") for job in jobs] == ["1", "1"]
 
 
