@@ -13,9 +13,10 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; the
   steps that it prints are those of all optimizers
-- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass in train() gets,
-  in lists and dicts; whole batches in objects such as graphs, too. It knows a sample by its bytes or,
-  if each rank augments them, by 8 integers of a batch, such as labels, of which some come again later
+- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass in train()
+  gets, if none was computed with gradients, in lists and dicts; whole batches in objects such as
+  graphs, too. It knows a sample by its bytes or, if each rank augments them, by 8 integers of a batch,
+  such as labels, of which some come again later
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -163,6 +164,9 @@ def run_script(script, arguments, is_module):
     """Do what `python script arguments` does, or `python -m script arguments`."""
     sys.argv = [script, *arguments]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
+    # By this name, workers that are no forks send objects of classes of the script.
+    alias = sys.modules["__mp_main__"] = types.ModuleType("__mp_main__")
+    alias.__getattr__ = lambda name: getattr(sys.modules["__main__"], name)
     if is_module:
         sys.path[0] = os.getcwd()
         # What the module has made lives on in `module`, for the looks at the end.
@@ -382,11 +386,15 @@ class Doctor:
             self.after_wrapping(None, ddp)
         state = self.wrappers[ddp]
         state.passes += 1
+        # What other modules have computed is no data: as embeddings of all ranks, it may be the same.
+        computed = any(getattr(x, "grad_fn", None) is not None for x in tree_leaves([inputs, kwargs]))
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
-            state.batches.add([inputs, kwargs])
-            if state.passes < 255:
+            if not computed:
+                state.batches.add([inputs, kwargs])
+            if state.passes < 255 and not computed:
                 self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
-            if 2 < state.passes <= 5000:  # without a DataLoader, too, each rank may go through all samples
+            # Without a DataLoader, too, each rank may go through all samples.
+            if 2 < state.passes <= 5000 and not computed:
                 self.look("inputs", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
             if state.copied:

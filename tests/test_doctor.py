@@ -31,7 +31,7 @@ from itertools import chain, count, islice
 from queue import SimpleQueue
 import collections, contextlib, copy, datetime, gc, numpy, os, pathlib, random, signal, sys, threading, time, types
 import weakref
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.distributed.nn
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -331,7 +331,7 @@ ddp = DistributedDataParallel(model, **options)
 other = nn.Linear(4, 4)
 other.register_buffer("mean", torch.zeros(4))
 [dist.broadcast(p.data, 0) for p in other.parameters() if "by hand" in kind]
-other_ddp = DistributedDataParallel(other) if kind == "gan" else other
+other_ddp = DistributedDataParallel(other) if kind in ("gan", "gathered") else other
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 if kind == "relative":
     optimizer = Relative(model.parameters())
@@ -439,7 +439,10 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             other_optimizer.step()
         wait = kind == "accumulation" and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
-            loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1).square().mean()
+            loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1)
+            if kind == "gathered":  # what a contrastive loss gets, which may have parameters
+                loss = other_ddp(torch.cat(dist.nn.functional.all_gather(loss)).expand(-1, 4))
+            loss = loss.square().mean()
             loss.backward()
         if wait:
             continue
@@ -604,7 +607,7 @@ MISTAKES = {
     ),
     "a step more on one rank": ("extra", "unequal numbers of optimizer steps: of SGD 32 on rank 0, 33 on rank 1"),
 }
-RIGHT = ["plain", "gan", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
+RIGHT = ["plain", "gan", "gathered", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
 RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaque", "cycle", "destroys not", "by hand"]
 RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
@@ -999,7 +1002,11 @@ def test_ends_as_without(kind, last, found, loop):
 
 
 TELL = """
-import sys
+import multiprocessing, pickle, sys
+class Sample:
+    pass
+# What a worker that is no fork makes of a class of the script, and its parent then gets.
+print(pickle.loads(pickle.dumps(Sample, protocol=0).replace(b"__main__", b"__mp_main__")) is Sample)
 print(__name__, __package__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
 sys.exit(3)
 """
