@@ -39,8 +39,9 @@ while (($#)) && [[ $1 != -- ]]; do
     name=${1#--} && declare "${name//-/_}=$2" && shift 2 # --node-rank 1 sets node_rank=1
 done
 arguments=("${@:2}")
+hosts=${hosts//$'\n'/,} # so `scontrol show hostnames` will do, too
 [[ ! $hosts || ,$hosts, != *[,@],* ]] || fail "--hosts $hosts: a host name is empty"
-IFS=$', \n' read -rd '' -a hosts <<<"$hosts" # lines of `scontrol show hostnames` will do, too
+IFS=, read -ra hosts <<<"$hosts"
 if ((${#hosts[@]})); then
     [[ ! $nnodes$node_rank ]] || fail '--hosts starts every node: no --nnodes, no --node-rank'
     torchrun=$(command -v torchrun) || fail 'no torchrun here: activate its environment'

@@ -8,13 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it where the paths that you give begin,
-# SCRIPT's too, on a disk that all nodes share. With --checkpoint, a job saves 120 s before its time
-# is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after
-# a preemption. A failed job is not requeued. Flags of sbatch override the lines below; --gres=gpu:8
-# also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line, remove
-# that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the line of
-# --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: each node has one task, torchrun.
+# Add --account and --partition as your site asks. Submit it in the directory where relative paths
+# begin, SCRIPT's too, on a disk that all nodes share. With --checkpoint, a job saves 120 s before
+# its time is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it,
+# as after a preemption. A failed job is not requeued. Flags of sbatch override the lines below;
+# --gres=gpu:8 also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH
+# line, remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove
+# that of --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -35,14 +35,14 @@
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # The last task of an array has the SLURM_JOB_ID of the whole array, so scontrol gets 123_4. (The
-# variables may be those of another array, one of whose tasks has submitted this job.)
+# SLURM_ARRAY_* may be those of another array, one of whose tasks has submitted this job.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job asks
-# for. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
+# for there. If sbatch was told several tasks per node, torchrun gets those of all of them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}}

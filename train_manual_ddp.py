@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # The view has p's memory layout, such as channels_last, but no gaps if p is a slice.
+            # The view has the order of p's strides, such as channels_last, but is densely packed.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -229,7 +229,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `step - 0.5` is the middle of a step. With `step`, the last one would have the rate 0.
+            # `step - 0.5` is a step's middle. With `step`, the last step would have the rate 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -237,7 +237,7 @@ def main(args):
             stop = False
             # Report before saving: sum_over_ranks_or_exit ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
-                # 7. Let all ranks decide: a signal may reach only one, so they add up the signals.
+                # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
                 total, stop = sum_over_ranks_or_exit(numbers, device, f"step {step}")  # collective
                 speed = len(losses) * global_batch / (time.perf_counter() - start)
@@ -245,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Saved in samples, as W may change. A finished epoch counts as the whole set.
+                # Position in samples, as W may change. After the last step, it is the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -411,8 +411,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. Each item of the sampler is a tensor, the
-    # indices of a batch. With batch_size=None, the loader yields dataset[item]. For files:
+    # Images and indices are in memory, on `device`. One item of the sampler is a batch of indices,
+    # and with batch_size=None, the loader yields dataset[item]. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -554,7 +554,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
     # NCCL, the broadcast needs GPU memory, so the file must fit there beside the model. For larger
-    # ones, use torch.distributed.checkpoint, with which each rank reads the file.
+    # ones, use torch.distributed.checkpoint, and a disk that all nodes share.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0
@@ -603,7 +603,7 @@ def parse_args():
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")
     add("--timeout", type=rate, default=300, help="seconds a collective may wait")
-    add("--log-interval", type=count, default=20, metavar="N", help="steps; saves report, too")
+    add("--log-interval", type=count, default=20, metavar="N", help="most steps between reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
     add("--save-every", type=count, default=math.inf, metavar="N", help="steps; also each epoch")

@@ -13,10 +13,10 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; the
   steps that it prints are those of all optimizers
-- tensors that a DataLoader yields, in its first four passes, or that DDP's forward pass in train()
-  gets, if none was computed with gradients, in lists and dicts; whole batches in objects such as
-  graphs, too. It knows a sample by its bytes or, if each rank augments them, by 8 integers of a batch,
-  such as labels, of which some come again later
+- tensors, in lists and dicts, that a DataLoader yields, in its first four passes, or that DDP's
+  forward pass in train() gets, if none has a grad_fn; whole batches in objects such as graphs, too. It
+  knows a sample by its bytes or, if each rank augments them, by 8 integers of a batch, such as labels,
+  of which some come again later
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -386,7 +386,7 @@ class Doctor:
             self.after_wrapping(None, ddp)
         state = self.wrappers[ddp]
         state.passes += 1
-        # What other modules have computed is no data: as embeddings of all ranks, it may be the same.
+        # What has a grad_fn is computed, and no data: as embeddings of all ranks, it may be the same.
         computed = any(getattr(x, "grad_fn", None) is not None for x in tree_leaves([inputs, kwargs]))
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
             if not computed:
