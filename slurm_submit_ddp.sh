@@ -16,7 +16,7 @@
 # line, remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove
 # that of --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
-#   SRUN_ARGS="--container-image=torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
+#   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
 
 #SBATCH --job-name=ddp

@@ -111,7 +111,7 @@ def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
     (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
     for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
-        state, code, log = slurm.finish(submit(flags=flags, file="job.sh", **IN_A_STEP))
+        state, code, log = slurm.finish(submit(flags=flags, file="job.sh", **IN_A_STEP, **IN_AN_ALLOCATION))
         assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", ranks), log
 
 
