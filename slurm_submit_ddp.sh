@@ -45,7 +45,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # for there. If sbatch was told several tasks per node, torchrun gets those of all of them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
-gpus=${SLURM_GPUS_PER_TASK:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}}
+gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
+gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
 # Left set, these might give torchrun the GPUs of one task, of the shell of sbatch, or none.
 unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
 # Where CPUs are bound, a job submitted from a shell of srun would use the CPUs of that shell.

@@ -125,11 +125,13 @@ def test_the_submissions_of_the_readme(slurm):
 
 
 def test_an_interactive_allocation(slurm, submit, tmp_path):
-    """As the README has it, where #SBATCH lines are comments."""
+    """As the README has it, where #SBATCH lines are comments; and with what belongs to each task."""
     (tmp_path / "worker.py.end").touch()
     (salloc,) = re.findall(r"`salloc (.*?) bash slurm_submit_ddp.sh`", README)
-    output = slurm.command("salloc", *salloc.split(), "bash", SUBMIT, SCRIPT=tmp_path / "worker.py")
-    assert output.count("started 2 8 100") == 4
+    by_task = "--nodes=1 --ntasks-per-node=2 --gpus-per-task=lab:1 --cpus-per-task=8"
+    for flags, ranks in {salloc: 4, by_task: 2}.items():
+        output = slurm.command("salloc", *flags.split(), "bash", SUBMIT, SCRIPT=tmp_path / "worker.py")
+        assert output.count("started 2 8 100") == ranks
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
