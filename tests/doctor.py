@@ -391,11 +391,10 @@ class Doctor:
         if dist.get_world_size(ddp.process_group) == len(self.ranks):
             if not computed:
                 state.batches.add([inputs, kwargs])
-            if state.passes < 255 and not computed:
-                self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
-            # Without a DataLoader, too, each rank may go through all samples.
-            if 2 < state.passes <= 5000 and not computed:
-                self.look("inputs", state.key, state.passes, state.batches)
+                if state.passes < 255:
+                    self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
+                if 2 < state.passes <= 5000:  # without a DataLoader, too, each rank may go through all samples
+                    self.look("inputs", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
             if state.copied:
                 self.look("buffers", state.key, state.passes, ddp.module)
