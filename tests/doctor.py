@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node=2 tests/doctor.py train.py --its --flags
     ... tests/doctor.py --timeout 600 train.py    # where a rank may be busy alone for minutes
     ... tests/doctor.py -m package.train --its --flags    # in place of torchrun ... -m package.train
+    ... tests/doctor.py --losses 20 train.py    # print the first losses, to compare with one process
 
 This file needs torch alone and can be copied anywhere. Rank 0 prints findings, on stderr, and exits
 with code 1 if there are any, or if the doctor itself fails; torchrun then makes a report of its
@@ -40,7 +41,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   steps; by a class made of DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
-- how a loss is divided, pairs that a contrastive loss misses, or their gradients
+- how a loss is divided, pairs that a contrastive loss misses, or their gradients: for these, --losses
 - a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
@@ -69,6 +70,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -95,6 +97,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are those of what they have
@@ -102,6 +105,7 @@ BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # what `digest` hashes, also NumPy's
 MOST_LEAVES = 100_000
+DROPOUTS = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
@@ -122,10 +126,17 @@ def main(arguments=None):
     finds = "\n  ".join(finds)
     parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
     parser.add_argument("--timeout", type=float, help="seconds a collective may wait; default: 20")
+    parser.add_argument("--losses", metavar="STEPS", type=int, help=print_losses.__doc__.partition("\n\n")[0])
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(arguments)
+    if args.losses:
+        tell = print_losses(args.losses)
+        try:
+            return run_script(args.script, args.arguments, args.is_module)
+        finally:
+            tell()
     doctor = Doctor(args.timeout)
     for module in (dist, dist.distributed_c10d, dist.device_mesh):
         doctor.hook(module, "init_process_group", after=doctor.join)
@@ -179,6 +190,90 @@ def run_script(script, arguments, is_module):
     exec(compile(source, path, "exec"), module.__dict__)
 
 
+def replace(owner, name, replacement):
+    """Replace a function by another, which is given the real one first."""
+    real = getattr(owner, name)
+    setattr(owner, name, functools.wraps(real)(lambda *args, **kwargs: replacement(real, *args, **kwargs)))
+
+
+def print_losses(steps):
+    """print losses and norms of gradients of the first steps, averaged over the ranks, and stop: see README.md
+
+    All passes of a step are added up. What would differ with the number of ranks is taken out: dropout
+    drops nothing, BatchNorm uses its running statistics and leaves them alone, and what a data set
+    draws depends on the index of the sample.
+    """
+    losses, clipped, lines = [], [], []
+
+    def backward(real, tensors, *args, **kwargs):
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        losses.extend(x.item() for x in roots if x.numel() == 1)  # activation checkpointing calls it with others
+        return real(tensors, *args, **kwargs)
+
+    def clip(real, *args, **kwargs):
+        norm = real(*args, **kwargs)
+        clipped.append(norm.item())
+        return norm
+
+    def after_step(optimizer, args, kwargs):  # as Lightning computes the loss within the step
+        params = parameters(optimizer)
+        norms = clipped or [p.grad.norm().item() for p in params if p.grad is not None]
+        numbers = torch.tensor([sum(losses), math.hypot(*norms)], device=params[0].device)
+        losses.clear(), clipped.clear()
+        if dist.is_initialized():
+            dist.all_reduce(numbers)
+            numbers /= dist.get_world_size()
+        loss, norm = numbers.tolist()
+        lines.append(f"doctor: step {len(lines) + 1}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
+        if len(lines) == steps:
+            tell()
+            time.sleep(1)  # as another rank may still read from this process, by NCCL
+            os._exit(0)
+
+    def tell():
+        if os.environ.get("RANK", "0") == "0":
+            print("", *lines, sep="\n", flush=True)
+
+    def evaluate(real, *args, **kwargs):
+        bound = inspect.signature(real).bind(*args, **kwargs)
+        if bound.arguments.get("running_mean", "of dropout") is not None:  # it may keep none
+            bound.arguments["training"] = False
+        return real(*bound.args, **bound.kwargs)
+
+    def attend(real, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        return real(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def make_recurrent(real, module, *args, **kwargs):
+        real(module, *args, **kwargs)
+        module.dropout = 0.0
+
+    def fetch(real, fetcher, indices):
+        if not fetcher.auto_collation:
+            return real(fetcher, indices)
+        return fetcher.collate_fn([draw(fetcher.dataset, index) for index in indices])
+
+    def draw(dataset, index):
+        seed = int(digest(index)[:8], 16)
+        torch.manual_seed(seed), random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed)
+        return dataset[index]
+
+    torch.manual_seed(0)  # of weights, where the script has no seed
+    register_optimizer_step_post_hook(after_step)
+    replace(torch.autograd, "backward", backward)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        replace(module, "clip_grad_norm_", clip)
+    functional = torch.nn.functional
+    for name in ("batch_norm", *DROPOUTS):
+        replace(functional, name, evaluate)
+    replace(functional, "scaled_dot_product_attention", attend)
+    replace(torch.nn.RNNBase, "__init__", make_recurrent)
+    replace(_MapDatasetFetcher, "fetch", fetch)
+    torch.nn.SyncBatchNorm.forward = torch.nn.BatchNorm2d.forward
+    return tell
+
+
 class Doctor:
     """What a rank has seen. References to what is the script's are weak.
 
@@ -212,17 +307,15 @@ class Doctor:
 
     def hook(self, owner, name, before=None, after=None):
         """Replace a function by `before(...)`, itself, and `after(result, ...)`."""
-        real = getattr(owner, name)
 
-        @functools.wraps(real)
-        def replacement(*args, **kwargs):
+        def replacement(real, *args, **kwargs):
             if before and not torch.compiler.is_compiling():
                 self.safely(before, *args, **kwargs)
             result = real(*args, **kwargs)
             other = self.safely(after, result, *args, **kwargs) if after else None
             return result if other is None else other
 
-        setattr(owner, name, replacement)
+        replace(owner, name, replacement)
 
     def safely(self, look, /, *args, **kwargs):
         """No error of the doctor's own ends the script. It ends the looks."""

@@ -26,9 +26,9 @@ def lesson(words):
 BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in fenced("bash")]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
-LADDER, WRONG = (block for block in BLOCKS if "many_gpus" in block[-1] or "/tmp/" in block[-1])
+LADDER, WRONG, COMPARED = (block for block in BLOCKS if "many_gpus" in block[-1] or "/tmp/" in block[-1])
 SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in line] for word in ("sbatch", "--link"))
-ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *SUBMISSIONS, *LINKS)
+ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *COMPARED, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
 LESSON_FILES = ("one_gpu.py", "many_gpus.py", "own_loop.py")
 ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / name).read_text() for name in LESSON_FILES)
@@ -121,14 +121,14 @@ def test_both_sides_of_the_diff_learn_and_the_doctor_finds_a_mistake(copy, tmp_p
 
 
 def test_flags_that_are_named_exist():
-    files = [*SCRIPTS, "tests/soak.py", "tests/benchmark.py", "launch_multinode_ddp.sh", "slurm_submit_ddp.sh"]
+    tools = ("tests/soak.py", "tests/benchmark.py", "tests/doctor.py")
+    files = [*SCRIPTS, *tools, "launch_multinode_ddp.sh", "slurm_submit_ddp.sh"]
     named, ours = (
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
     others = "--log-dir --tee --rdzv-backend --rdzv-endpoint --prefix --allow-incomplete-ranks"  # of torchrun
-    others += " --account --mem --array --partition --jobid --overlap"  # of Slurm
-    others += " --ipc --shm-size --its --flags"  # of Docker, of nobody
+    others += " --account --mem --array --partition --jobid --overlap --ipc --shm-size"  # of Slurm, of Docker
     assert named - ours <= {*others.split()}
 
 

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from itertools import islice
 
+import doctor
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,7 @@ from conftest import (
     write_mnist,
 )
 from test_checkpoint import killed_in_a_save
-from test_readme import MANY, ONE, OWN, README, lesson
+from test_readme import COMPARED, MANY, ONE, OWN, README, lesson
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -254,36 +255,85 @@ def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
     assert weights(finish(tmp_path / MANUAL, *flags)) == weights(quiet)
 
 
-def shown(source, nproc, folder):
-    """Return the losses of the first steps, as the README says to print them."""
-    backward = re.search(r"(?m)^ +(\(loss / ACCUM_STEPS\)|loss)\.backward\(\)\n", source)[0]
-    lines = textwrap.indent(textwrap.dedent(lesson("mean.item()")), backward[: -len(backward.lstrip())])
-    source = re.sub(r"optim\.AdamW?\(", "optim.SGD(", source.replace(backward, backward + lines))
-    source = re.sub("(?m)^(layers|torch.manual_seed.SEED)", r"torch.manual_seed(0)\n\1", source)
+def compared(source, nproc, folder):
+    """Return losses and norms of the first steps, as the doctor prints them."""
     write_mnist(folder / "data", train_size=1024)
-    (folder / "shown.py").write_text(re.sub(r"(WORKERS = \d+), 2", r"\1, 0", source))
-    output = finish(in_dir, folder, run_script, folder / "shown.py", nproc=nproc)
-    return [float(loss) for loss in re.findall(r"(?m)^(\d+\.\d{5})$", output)[:8]]
+    (folder / "loop.py").write_text(re.sub(r"(WORKERS = \d+), 2", r"\1, 0", source))
+    output = finish(in_dir, folder, doctor.main, ["--losses", "8", "loop.py"], nproc=nproc)
+    assert "epoch 1" not in output  # it has been stopped
+    return steps_in(output)
 
 
-OWN_QUIET = (
-    OWN.replace("model.train()", "model.eval()").replace("RandomCrop(28, padding=2), ", "").replace("1.0 ", "1e9 ")
-)
-BATCHES = [(MANY, "=64, sampler=s", "=128, sampler=s"), (OWN_QUIET, "WORKERS = 32", "WORKERS = 64")]
+def steps_in(output):
+    return [tuple(map(float, step)) for step in re.findall(r"step \d+: loss (.*), norm of the gradient (.*)", output)]
 
 
-@pytest.mark.parametrize(("source", "batch", "double"), BATCHES, ids=["many_gpus", "own_loop"])
+def test_the_commands_that_compare_losses(tmp_path):
+    write_mnist(tmp_path / "data", train_size=4096)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    result = run(["bash", "-c", "\n".join(COMPARED).replace("/tmp/", "")], cwd=tmp_path, OMP_NUM_THREADS=1)
+    steps = steps_in(result.stdout)
+    assert len(steps) == 40 and sum(steps[:20], ()) == pytest.approx(sum(steps[20:], ()), rel=1e-4), result.stderr
+
+
+# All kinds of noise, and a loss that is computed within the step.
+NOISY = """
+import random, numpy, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 600
+
+    def __getitem__(self, i):
+        return torch.arange(32.0).view(4, 8) / (i + 1) + torch.rand(1) + random.random() + float(numpy.random.rand())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5, batch_first=True)
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout1d()
+
+    def forward(self, x):
+        x = self.attention(self.recurrent(x)[0])
+        x = checkpoint(torch.tanh, x, use_reentrant=True)  # calls backward() for a part of the graph
+        x = nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5)
+        return nn.functional.dropout(self.dropout(self.norm(x)))
+
+def closure():
+    loss = synced(ddp(inputs)).square().mean()
+    loss.backward()
+    return loss
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model, synced = Model(), nn.SyncBatchNorm(4, affine=False)  # which is no part of it, as DDP refuses it on CPUs
+ddp = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
+for inputs in DataLoader(Noisy(), 16, sampler=DistributedSampler(Noisy())):
+    optimizer.zero_grad()
+    optimizer.step(closure)
+"""
+OWN_CLIPPED = OWN.replace("0.01, 1.0", "0.01, 0.1")
+BATCHES = [(OWN_CLIPPED, "WORKERS = 32", "WORKERS = 64"), (NOISY, "16, sampler", "32, sampler")]
+
+
+@pytest.mark.parametrize(("source", "batch", "double"), BATCHES, ids=["own_loop", "noisy"])
 def test_the_same_losses(source, batch, double, tmp_path):
-    two, one = shown(source, 2, tmp_path / "two"), shown(source.replace(batch, double), 1, tmp_path / "one")
-    assert len(two) == 8 and two == pytest.approx(one, rel=1e-4)
-    if source == OWN_QUIET:  # a step's losses are those of one pass, four times as large
+    two, one = compared(source, 2, tmp_path / "two"), compared(source.replace(batch, double), 1, tmp_path / "one")
+    assert len(two) == 8 and sum(two, ()) == pytest.approx(sum(one, ()), rel=1e-4)
+    if source == OWN_CLIPPED:  # the norms are those before clipping; a step adds up its passes
+        assert min(norm for _, norm in one) > 0.2
         whole = source.replace(batch, "WORKERS = 128").replace("STEPS, LR, CLIP_NORM = 2", "STEPS, LR, CLIP_NORM = 1")
-        pairs = [sum(pair) / 2 for pair in zip(two[::2], two[1::2], strict=True)]
-        assert shown(whole, 1, tmp_path / "whole")[:4] == pytest.approx(pairs, rel=1e-4)
-    twice = "[p.grad.mul_(2) for p in model.parameters()], optimizer.step()"
-    for line, instead in (("ddp(images", "model(images"), ("optimizer.step()", twice)):
-        wrong = shown(source.replace(line, instead), 2, tmp_path / line)
-        assert wrong[0] == pytest.approx(one[0], rel=1e-4) and wrong != pytest.approx(one, rel=1e-4)
+        assert sum(compared(whole, 1, tmp_path / "whole"), ()) == pytest.approx(sum(one, ()), rel=1e-4)
+        clip = "nn.utils.clip_grad_norm_("
+        twice = (clip, f"[p.grad.mul_(2) for p in model.parameters()], {clip}")
+        for line, instead in (("ddp(images", "model(images"), twice):
+            (loss, norm), *_ = compared(source.replace(line, instead), 2, tmp_path / line)
+            assert loss == pytest.approx(one[0][0], rel=1e-4) and norm != pytest.approx(one[0][1], rel=1e-2)
 
 
 def test_one_process_loads_what_all_ranks_would_load():
@@ -517,7 +567,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "where a loader with `num_workers=0` runs, too, these two need seeds of their own": noise,
+    "so also the `generator` of a `DataLoader`": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "each rank computes the gradient of its own part": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
