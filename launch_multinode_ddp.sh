@@ -82,8 +82,8 @@ elif ((${#hosts[@]} == 0)); then
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. If
-# its own ranks have ended before those of other hosts, it ignores the signal: then, it is killed.
+# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. But
+# once its ranks have ended, it ignores the signal, and waits for the other hosts: so it is killed.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 end="kill \$torchrun; timeout $patience tail --pid=\$torchrun -f /dev/null || kill -9 \$torchrun"

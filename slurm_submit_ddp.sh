@@ -14,7 +14,7 @@
 # as after a preemption. A failed job is not requeued. Flags of sbatch override the lines below;
 # --gres=gpu:8 also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH
 # line, remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove
-# that of --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
+# --gpus-per-node below. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# The last task of an array has the SLURM_JOB_ID of the whole array, so scontrol gets 123_4. (The
-# SLURM_ARRAY_* may be those of another array, one of whose tasks has submitted this job.)
+# For scontrol, the task of an array is 123_4, as the last task's SLURM_JOB_ID is that of the whole
+# array. (A job that a task of another array has submitted has the SLURM_ARRAY_* of that task.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -47,7 +47,7 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# Left set, these might give torchrun the GPUs of one task, of the shell of sbatch, or none.
+# srun reads these, too. They may be the GPUs of one task, or those of the shell that called sbatch.
 unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
 # Where CPUs are bound, a job submitted from a shell of srun would use the CPUs of that shell.
 unset "${!SLURM_CPU_BIND@}"
@@ -83,7 +83,7 @@ save_and_stop() {
     echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    # Ranks ignore it until they have a handler: it comes again after 60 s, if srun still runs.
+    # Ranks that have just begun have no handler, and ignore it. So it comes again after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1 # without a checkpoint, the training uses the time that is left

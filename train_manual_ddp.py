@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # The view has the order of p's strides, such as channels_last, but is densely packed.
+            # In memory, the view is ordered as p is, such as by channels_last, but without gaps.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -125,9 +125,9 @@ class GradientAverager:
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
-    gradient alone.) If backward() goes through the same parameters several times before average(),
-    all but the last call have to be in no_sync(), or "bucketed" raises RuntimeError. Between
-    backward() and average(), a p.grad may be half a sum: do not read it.
+    gradient alone.) If the same parameters have several backward() calls before average(), put all
+    but the last in no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(),
+    a p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -165,7 +165,7 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
-        # Once a gradient is in its bucket, nothing may add to it, not even in no_sync().
+        # A further backward() would add to what may be on its way already, also in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -229,13 +229,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # `step - 0.5` is a step's middle. With `step`, the last step would have the rate 0.
+            # Take the rate at the middle of the step: at the end of the last step, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = False
-            # Report before saving: sum_over_ranks_or_exit ends a run whose loss is not finite.
+            stop = 0  # how many signals the ranks have received
+            # Report before saving, as this ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -245,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Position in samples, as W may change. After the last step, it is the whole set.
+                # Count samples, as W may change. At an epoch's end, all are done or left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -411,8 +411,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. One item of the sampler is a batch of indices,
-    # and with batch_size=None, the loader yields dataset[item]. For files:
+    # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
+    # dataset[indices], a whole batch, for each of the batches of indices. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
