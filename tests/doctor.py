@@ -70,7 +70,6 @@ import faulthandler
 import functools
 import gc
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -96,7 +95,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -200,8 +199,8 @@ def print_losses(steps):
     """print losses and norms of gradients of the first steps, averaged over the ranks, and stop: see README.md
 
     All passes of a step are added up. What would differ with the number of ranks is taken out: dropout
-    drops nothing, BatchNorm uses its running statistics and leaves them alone, and what a data set
-    draws depends on the index of the sample.
+    drops nothing, BatchNorm normalizes each sample by itself, and what a data set draws depends on the
+    index of the sample. Workers would not know of that, so there are none.
     """
     losses, clipped, lines = [], [], []
 
@@ -234,11 +233,17 @@ def print_losses(steps):
         if os.environ.get("RANK", "0") == "0":
             print("", *lines, sep="\n", flush=True)
 
-    def evaluate(real, *args, **kwargs):
-        bound = inspect.signature(real).bind(*args, **kwargs)
-        if bound.arguments.get("running_mean", "of dropout") is not None:  # it may keep none
-            bound.arguments["training"] = False
-        return real(*bound.args, **bound.kwargs)
+    def drop_nothing(real, input, p=0.5, training=True, inplace=False):
+        return real(input, p, False, inplace)
+
+    def stop_dropping(module, args):  # drop path, too, of libraries of models
+        if re.search("(?i)drop|stochastic", type(module).__name__):
+            module.training = False
+
+    def normalize(real, input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        if training:
+            return functional.group_norm(input, 1, weight, bias, eps)
+        return real(input, mean, var, weight, bias, training, momentum, eps)
 
     def attend(real, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return real(query, key, value, attn_mask, 0.0, *args, **kwargs)
@@ -253,11 +258,21 @@ def print_losses(steps):
         return fetcher.collate_fn([draw(fetcher.dataset, index) for index in indices])
 
     def draw(dataset, index):
-        seed = int(digest(index)[:8], 16)
-        torch.manual_seed(seed), random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
+        seed, numpy = int(digest(index)[:8], 16), sys.modules.get("numpy")
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+        torch.default_generator.manual_seed(seed), random.seed(seed)
+        if numpy:
             numpy.random.seed(seed)
-        return dataset[index]
+        sample = dataset[index]
+        torch.set_rng_state(before[0]), random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+        return sample
+
+    def iterate(real, loader):
+        if not isinstance(loader.dataset, IterableDataset):
+            loader.num_workers = loader.timeout = 0
+        return real(loader)
 
     torch.manual_seed(0)  # of weights, where the script has no seed
     register_optimizer_step_post_hook(after_step)
@@ -265,11 +280,14 @@ def print_losses(steps):
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(module, "clip_grad_norm_", clip)
     functional = torch.nn.functional
-    for name in ("batch_norm", *DROPOUTS):
-        replace(functional, name, evaluate)
+    for name in DROPOUTS:
+        replace(functional, name, drop_nothing)
+    torch.nn.modules.module.register_module_forward_pre_hook(stop_dropping)
+    replace(functional, "batch_norm", normalize)
     replace(functional, "scaled_dot_product_attention", attend)
     replace(torch.nn.RNNBase, "__init__", make_recurrent)
     replace(_MapDatasetFetcher, "fetch", fetch)
+    replace(DataLoader, "__iter__", iterate)
     torch.nn.SyncBatchNorm.forward = torch.nn.BatchNorm2d.forward
     return tell
 

@@ -290,12 +290,16 @@ class Noisy(Dataset):
     def __getitem__(self, i):
         return torch.arange(32.0).view(4, 8) / (i + 1) + torch.rand(1) + random.random() + float(numpy.random.rand())
 
+class DropPath(nn.Module):
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full((len(x), 1, 1), 0.5)) if self.training else x
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.recurrent = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
         self.attention = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5, batch_first=True)
-        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout1d()
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Sequential(nn.Dropout1d(), DropPath())
 
     def forward(self, x):
         x = self.attention(self.recurrent(x)[0])
@@ -304,16 +308,21 @@ class Model(nn.Module):
         return nn.functional.dropout(self.dropout(self.norm(x)))
 
 def closure():
-    loss = synced(ddp(inputs)).square().mean()
+    loss = synced(ddp(inputs / size)).square().mean()
     loss.backward()
     return loss
 
 dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
+for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+    seed(dist.get_rank())
+loader = DataLoader(Noisy(), 16, sampler=DistributedSampler(Noisy()), num_workers=1, multiprocessing_context="spawn")
+[*loader]  # what the data set draws changes nothing that is drawn later
+size = torch.tensor(1 + random.random() + numpy.random.rand())
 model, synced = Model(), nn.SyncBatchNorm(4, affine=False)  # which is no part of it, as DDP refuses it on CPUs
 ddp = nn.parallel.DistributedDataParallel(model)
+dist.broadcast(size, src=0)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
-for inputs in DataLoader(Noisy(), 16, sampler=DistributedSampler(Noisy())):
+for inputs in loader:
     optimizer.zero_grad()
     optimizer.step(closure)
 """
@@ -326,7 +335,7 @@ def test_the_same_losses(source, batch, double, tmp_path):
     two, one = compared(source, 2, tmp_path / "two"), compared(source.replace(batch, double), 1, tmp_path / "one")
     assert len(two) == 8 and sum(two, ()) == pytest.approx(sum(one, ()), rel=1e-4)
     if source == OWN_CLIPPED:  # the norms are those before clipping; a step adds up its own passes, and no others
-        assert all(2 < loss < 3 and 0.2 < norm < 2 for loss, norm in one)
+        assert all(2 < loss < 3 and 2 < norm < 7 for loss, norm in one)
         whole = source.replace(batch, "WORKERS = 128").replace("STEPS, LR, CLIP_NORM = 2", "STEPS, LR, CLIP_NORM = 1")
         assert sum(compared(whole, 1, tmp_path / "whole"), ()) == pytest.approx(sum(one, ()), rel=1e-4)
         clip = "nn.utils.clip_grad_norm_("
