@@ -72,7 +72,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # In memory, the view is ordered as p is, such as by channels_last, but without gaps.
+            # Views have p's memory format, such as channels_last, as autograd's gradients have.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -164,8 +164,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
-        # A further backward() would add to what may be on its way already, also in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. At a
+        # second call, the bucket may be on its way: nothing may be added, not even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -209,13 +209,13 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD, not Adam
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD alone
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad becomes a part of a bucket, the tensor that is sent: this saves memory.)
+    # (Each p.grad becomes a part of what is sent, a bucket. This saves memory.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
@@ -229,13 +229,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take the rate at the middle of the step: at the end of the last step, it is 0.
+            # Each step takes the factor of its middle, as at the end of the last step, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # how many signals the ranks have received
-            # Report before saving, as this ends a run whose loss is not finite.
+            # Report first: if a loss is not finite, sum_over_ranks_or_exit ends the run unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -245,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may change. At an epoch's end, all are done or left out.
+                # Save a number of samples, as W may change: after the last step, all of them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

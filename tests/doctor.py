@@ -104,7 +104,6 @@ BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # what `digest` hashes, also NumPy's
 MOST_LEAVES = 100_000
-DROPOUTS = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
 FOLLOWS = {  # what is not said after what
@@ -236,7 +235,7 @@ def print_losses(steps):
     def drop_nothing(real, input, p=0.5, training=True, inplace=False):
         return real(input, p, False, inplace)
 
-    def stop_dropping(module, args):  # drop path, too, of libraries of models
+    def stop_dropping(module, args):  # such as drop path
         if re.search("(?i)drop|stochastic", type(module).__name__):
             module.training = False
 
@@ -280,7 +279,7 @@ def print_losses(steps):
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(module, "clip_grad_norm_", clip)
     functional = torch.nn.functional
-    for name in DROPOUTS:
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
         replace(functional, name, drop_nothing)
     torch.nn.modules.module.register_module_forward_pre_hook(stop_dropping)
     replace(functional, "batch_norm", normalize)

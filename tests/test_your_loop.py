@@ -299,13 +299,13 @@ class Model(nn.Module):
         super().__init__()
         self.recurrent = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
         self.attention = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5, batch_first=True)
-        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Sequential(nn.Dropout1d(), DropPath())
+        self.norm, self.drop = nn.BatchNorm1d(4), DropPath()
 
     def forward(self, x):
         x = self.attention(self.recurrent(x)[0])
         x = checkpoint(torch.tanh, x, use_reentrant=True)  # calls backward() for a part of the graph
         x = nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5)
-        return nn.functional.dropout(self.dropout(self.norm(x)))
+        return nn.functional.dropout1d(self.drop(self.norm(nn.functional.dropout(x))))
 
 def closure():
     loss = synced(ddp(inputs / size)).square().mean()
@@ -571,9 +571,9 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "the `generator` of a `DataLoader`, which seeds its workers": noise,
+    "Seed the `generator` of a `DataLoader` so, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
-    "each rank computes the gradient of its own part": gather_with_gradient,
+    "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "after the wrapper, as the weights may differ by rank before. Update it on each rank. "
