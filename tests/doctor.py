@@ -70,6 +70,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -123,8 +124,9 @@ def main(arguments=None):
     finds = ["what it finds:", *dict.fromkeys(finds), "ranks have waited for others in vain"]
     finds = "\n  ".join(finds)
     parser = argparse.ArgumentParser(description=__doc__, epilog=finds, formatter_class=formatter)
-    parser.add_argument("--timeout", type=float, help="seconds a collective may wait; default: 20")
-    parser.add_argument("--losses", metavar="STEPS", type=int, help=print_losses.__doc__.partition("\n\n")[0])
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--timeout", type=float, help="seconds a collective may wait; default: 20")
+    modes.add_argument("--losses", metavar="STEPS", type=int, help=print_losses.__doc__.partition("\n\n")[0])
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
@@ -195,13 +197,13 @@ def replace(owner, name, replacement):
 
 
 def print_losses(steps):
-    """print losses and norms of gradients of the first steps, averaged over the ranks, and stop: see README.md
+    """print losses and norms of gradients of the first steps, averaged over the ranks, and stop. See README.md
 
     All passes of a step are added up. What would differ with the number of ranks is taken out: dropout
-    drops nothing, BatchNorm normalizes each sample by itself, and what a data set draws depends on the
-    index of the sample. Workers would not know of that, so there are none.
+    drops nothing, BatchNorm normalizes each sample by itself, and before a data set returns a sample,
+    the global generators are seeded by its index. Workers would not know of that, so there are none.
     """
-    losses, clipped, lines = [], [], []
+    losses, clipped, lines, numpy = [], [], [], sys.modules.get("numpy")
 
     def backward(real, tensors, *args, **kwargs):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -239,10 +241,13 @@ def print_losses(steps):
         if re.search("(?i)drop|stochastic", type(module).__name__):
             module.training = False
 
-    def normalize(real, input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-        if training:
-            return functional.group_norm(input, 1, weight, bias, eps)
-        return real(input, mean, var, weight, bias, training, momentum, eps)
+    def normalize(real, *args, **kwargs):
+        bound = inspect.signature(real).bind(*args, **kwargs)
+        bound.apply_defaults()
+        has = bound.arguments
+        if has["training"]:
+            return functional.group_norm(has["input"], 1, has["weight"], has["bias"], has["eps"])
+        return real(*args, **kwargs)
 
     def attend(real, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return real(query, key, value, attn_mask, 0.0, *args, **kwargs)
@@ -257,23 +262,25 @@ def print_losses(steps):
         return fetcher.collate_fn([draw(fetcher.dataset, index) for index in indices])
 
     def draw(dataset, index):
-        seed, numpy = int(digest(index)[:8], 16), sys.modules.get("numpy")
         before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-        torch.default_generator.manual_seed(seed), random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed)
+        seed(int(digest(index)[:8], 16))
         sample = dataset[index]
         torch.set_rng_state(before[0]), random.setstate(before[1])
         if numpy:
             numpy.random.set_state(before[2])
         return sample
 
+    def seed(number):
+        torch.manual_seed(number), random.seed(number)
+        if numpy:
+            numpy.random.seed(number)
+
     def iterate(real, loader):
         if not isinstance(loader.dataset, IterableDataset):
             loader.num_workers = loader.timeout = 0
         return real(loader)
 
-    torch.manual_seed(0)  # of weights, where the script has no seed
+    seed(0)  # of weights, where the script has none
     register_optimizer_step_post_hook(after_step)
     replace(torch.autograd, "backward", backward)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):

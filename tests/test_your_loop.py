@@ -304,6 +304,7 @@ class Model(nn.Module):
     def forward(self, x):
         x = self.attention(self.recurrent(x)[0])
         x = checkpoint(torch.tanh, x, use_reentrant=True)  # calls backward() for a part of the graph
+        x = nn.functional.batch_norm(x, running_mean=None, running_var=None, training=True)
         x = nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5)
         return nn.functional.dropout1d(self.drop(self.norm(nn.functional.dropout(x))))
 
