@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# For scontrol, the task of an array is 123_4, as the last task's SLURM_JOB_ID is that of the whole
-# array. (A job that a task of another array has submitted has the SLURM_ARRAY_* of that task.)
+# For scontrol, name a task of an array as 123_4: the SLURM_JOB_ID of its last task is that of the
+# whole array. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after

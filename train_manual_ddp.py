@@ -125,9 +125,9 @@ class GradientAverager:
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
-    gradient alone.) If the same parameters have several backward() calls before average(), put all
-    but the last in no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(),
-    a p.grad may be half a sum: do not read it.
+    gradient alone.) To accumulate, put all backward() calls but the last before average() in
+    no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(), a p.grad may be
+    half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -229,13 +229,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Each step takes the factor of its middle, as at the end of the last step, it is 0.
+            # With `step` in place of `step - 0.5`, the last step would have a learning rate of 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # how many signals the ranks have received
-            # Report first: if a loss is not finite, sum_over_ranks_or_exit ends the run unsaved.
+            stop = 0  # signals to all ranks, which only a report counts
+            # A report precedes each save, as it ends the run if a loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -245,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Save a number of samples, as W may change: after the last step, all of them.
+                # The position is in samples, as W may change. After the last step, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -411,8 +411,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. With batch_size=None, the loader yields
-    # dataset[indices], a whole batch, for each of the batches of indices. For files:
+    # Images and indices are in memory, on `device`. An item of the sampler is a tensor of indices,
+    # for which the loader yields dataset[item], a whole batch. For files:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

@@ -572,7 +572,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Seed the `generator` of a `DataLoader` so, too": noise,
+    "Do so with the `generator` of a `DataLoader`, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
@@ -580,7 +580,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "after the wrapper, as the weights may differ by rank before. Update it on each rank. "
     "Before you evaluate it, broadcast": averaged,
     "both models of a GAN": two_models,
-    "and then call `backward()` once": two_losses,
+    "call `backward()` once, after the last": two_losses,
     "After unfreezing layers, wrap `model` again": frozen_and_unfrozen,
 }
 
