@@ -41,7 +41,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
   steps; by a class made of DistributedSampler
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
-- how a loss is divided, pairs that a contrastive loss misses, or their gradients: for these, --losses
+- how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
 - a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
