@@ -125,9 +125,9 @@ class GradientAverager:
     - "per-parameter": one gradient after the other, also in average().
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
-    gradient alone.) To accumulate, put all backward() calls but the last before average() in
-    no_sync(), or "bucketed" raises RuntimeError. Between backward() and average(), a p.grad may be
-    half a sum: do not read it.
+    gradient alone.) To accumulate, put all backward() calls but the last into no_sync(): with
+    "bucketed", a second one before average() raises RuntimeError. Between backward() and average(),
+    a p.grad may be half a sum: do not read it.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -164,8 +164,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. At a
-        # second call, the bucket may be on its way: nothing may be added, not even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A second
+        # call is an error, in no_sync(), too: nothing may be added to what may be on its way.
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -209,7 +209,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # a rule for SGD alone
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # for SGD, if you use it
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -234,8 +234,8 @@ def main(args):
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # signals to all ranks, which only a report counts
-            # A report precedes each save, as it ends the run if a loss is not finite.
+            stop = 0  # the number of signals, once a report has added them up
+            # A report precedes each save: a loss that is not finite ends the run there, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -245,7 +245,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position is in samples, as W may change. After the last step, all are done.
+                # Save the position in samples, as W may change: after the last step, the end.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

@@ -572,7 +572,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "Do so with the `generator` of a `DataLoader`, too": noise,
+    "If you give a `DataLoader` a `generator`, seed that, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
