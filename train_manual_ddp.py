@@ -164,8 +164,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A second
-        # call is an error, in no_sync(), too: nothing may be added to what may be on its way.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it is
+        # in the bucket, and perhaps on its way, nothing may be added to it, not even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
