@@ -34,23 +34,21 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# For scontrol, name a task of an array as 123_4: the SLURM_JOB_ID of its last task is that of the
-# whole array. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
+# For scontrol, a task of an array is 123_4, as to the SLURM_JOB_ID of the last task, the whole array
+# answers. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun starts one task on each node, torchrun, which is to get all CPUs and GPUs that the job asks
-# for there. If sbatch was told several tasks per node, torchrun gets those of all of them.
+# srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job has there.
+# If sbatch was told several tasks per node, these are the CPUs and GPUs of all of these tasks.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun reads these, too. They may be the GPUs of one task, or those of the shell that called sbatch.
-unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
-# Where CPUs are bound, a job submitted from a shell of srun would use the CPUs of that shell.
-unset "${!SLURM_CPU_BIND@}"
+# srun reads these, too. They may be of one task, or of a shell of srun in which sbatch was called.
+unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node need different ones
@@ -63,7 +61,7 @@ start_torchrun() {
     # With `gpu`, torchrun starts a process for each GPU that it sees. If Slurm does not know how
     # many GPUs there are, each process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
-    # torchrun would give each of several processes one thread, and torch a single one all cores.
+    # Else, torchrun gives each of several processes one thread, and torch gives a single one all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
     echo "$SLURMD_NODENAME: processes: $processes, CPU threads per process: $OMP_NUM_THREADS"
     trap '' USR1 # it is for the training processes; torchrun would die of it
@@ -77,7 +75,7 @@ start_torchrun() {
 srun --export=ALL --ntasks="$SLURM_NNODES" $cpus $gpus --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
     ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
     --nnodes="$SLURM_NNODES" --master-addr="$master" --master-port="$port" "$script" "$@" &
-srun=$! stopped=''
+srun=$! stopped='' code=0
 
 save_and_stop() {
     echo 'time is nearly up: telling the training to save'
@@ -91,8 +89,7 @@ if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1; fi
 while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this
 done
-wait "$srun"
-code=$?
+wait "$srun" || code=$?
 # If a job ends by itself in the grace time of a preemption, Slurm does not requeue it. So this does,
 # whatever its exit code, as torchrun fails after SIGTERM even if all is saved.
 if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes code=0; fi

@@ -60,7 +60,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # for SGD, if you use it
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -85,8 +85,8 @@ def main(args):
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # the number of signals, once a report has added them up
-            # A report precedes each save: a loss that is not finite ends the run there, unsaved.
+            stop = 0  # signals on all ranks, as counted by a report
+            # Each save comes after a report, which ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Save the position in samples, as W may change: after the last step, the end.
+                # The position counts samples, as W may change. After the last step, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -112,7 +112,6 @@ def main(args):
 
 def setup(args):
     """Join the process group. Return rank, local rank (on this node), world size and device."""
-    refuse_silent_mistakes()
     set_environment(args)
     rank = int(os.environ["RANK"])  # set by torchrun; for plain python, by set_environment
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -261,8 +260,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. An item of the sampler is a tensor of indices,
-    # for which the loader yields dataset[item], a whole batch. For files:
+    # Images and indices are in memory, on `device`. Each item of the sampler has the indices of a
+    # whole batch, which is then dataset[item]. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -319,22 +318,19 @@ def log(args, **values):
         file.write(json.dumps(values) + "\n")
 
 
-def refuse_silent_mistakes():
-    """Exit where ranks would not find each other: under srun alone, and after some restarts."""
-    several = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if several and not sys.stdin.isatty():  # in a shell of `srun --pty`, stdin is a terminal
-        sys.exit("srun has started unconnected processes: use torchrun, see slurm_submit_ddp.sh")
+def set_environment(args):
+    """Set what torchrun has not set. Exit where ranks would not find each other."""
+    if "RANK" not in os.environ:  # plain python: a world of one; port 0 stands for any free port
+        several = os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        if several and not sys.stdin.isatty():  # in a shell of `srun --pty`, stdin is a terminal
+            fix = "use torchrun, see slurm_submit_ddp.sh"
+            sys.exit(f"srun has started unconnected processes: {fix}")
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
-
-
-def set_environment(args):
-    """Set what plain python and --deterministic need; let this process end with torchrun."""
-    if "RANK" not in os.environ:  # a world of one; port 0 stands for any free port
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         # From now on, this process is killed when torchrun is. Otherwise, it might live on, and
         # write over the file of a run that resumes.
@@ -403,8 +399,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, the broadcast needs GPU memory, so the file must fit there beside the model. For larger
-    # ones, use torch.distributed.checkpoint, and a disk that all nodes share.
+    # NCCL, it must fit into GPU memory: else, use torch.distributed.checkpoint and a shared disk.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0
