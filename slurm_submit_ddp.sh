@@ -2,7 +2,7 @@
 # Train under Slurm: one torchrun on each node, which starts one process per GPU.
 #
 #   sbatch slurm_submit_ddp.sh --epochs 10      # what follows goes to the training script
-#   sbatch --nodes=4 --gpus-per-node=8 --cpus-per-task=64 slurm_submit_ddp.sh
+#   sbatch --nodes=4 --gpus-per-node=4 --cpus-per-task=32 slurm_submit_ddp.sh
 #   sbatch --gpus-per-node=0 slurm_submit_ddp.sh                            # one process per node
 #   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh        # two on one node, one on the other
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# For scontrol, a task of an array is 123_4, as to the SLURM_JOB_ID of the last task, the whole array
-# answers. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
+# scontrol knows a task of an array as 123_4. By the SLURM_JOB_ID of the last task, it would take the
+# whole array. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -47,7 +47,8 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun reads these, too. They may be of one task, or of a shell of srun in which sbatch was called.
+# srun reads these, too, but they may count the GPUs of one task, or those of the shell of srun in
+# which sbatch was called.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -61,7 +62,7 @@ start_torchrun() {
     # With `gpu`, torchrun starts a process for each GPU that it sees. If Slurm does not know how
     # many GPUs there are, each process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
-    # Else, torchrun gives each of several processes one thread, and torch gives a single one all cores.
+    # By default, each of several processes would get one thread, and a single process all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
     echo "$SLURMD_NODENAME: processes: $processes, CPU threads per process: $OMP_NUM_THREADS"
     trap '' USR1 # it is for the training processes; torchrun would die of it

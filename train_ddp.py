@@ -60,7 +60,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled, if you use SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -85,8 +85,8 @@ def main(args):
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # signals on all ranks, as counted by a report
-            # Each save comes after a report, which ends the run if the loss is not finite.
+            stop = 0  # a report sets it to the number of signals that all ranks have received
+            # Before each save comes a report. If the loss is not finite, the report ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position counts samples, as W may change. After the last step, all are done.
+                # The position counts samples, as W may change: after the last step, the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -260,8 +260,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. Each item of the sampler has the indices of a
-    # whole batch, which is then dataset[item]. For files, where dataset[i] is one sample:
+    # Images and indices are in memory, on `device`. The sampler yields the indices of a whole batch
+    # at once, and dataset[indices] is the batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

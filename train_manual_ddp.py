@@ -7,7 +7,8 @@
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits.
-(DDP also copies rank 0's buffers in every step. Here, only `evaluate` copies them.)
+(In training, DDP also copies rank 0's buffers. Here, only `evaluate` does, as training does not
+read BatchNorm's running statistics.)
 """
 
 import contextlib
@@ -94,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# A bucket takes parameters until it has so many bytes: the first bucket, and each later one.
+# With how many bytes a bucket is full: the first bucket, and each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -119,8 +120,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(). After the
-    last, call average() before you read a p.grad, which may be half a sum, or call backward()
-    again, which raises RuntimeError with "bucketed".
+    last, call average(). Until then, a p.grad may be half a sum, and with "bucketed", another
+    backward() raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -158,7 +159,7 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A gradient
-        # that is in the bucket may be on its way, so no other backward() may add to it now.
+        # that is in the bucket may be on its way, so another backward() must not add to it now.
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -202,7 +203,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled for SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled, if you use SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -227,8 +228,8 @@ def main(args):
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # signals on all ranks, as counted by a report
-            # Each save comes after a report, which ends the run if the loss is not finite.
+            stop = 0  # a report sets it to the number of signals that all ranks have received
+            # Before each save comes a report. If the loss is not finite, the report ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -238,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position counts samples, as W may change. After the last step, all are done.
+                # The position counts samples, as W may change: after the last step, the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -403,8 +404,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. Each item of the sampler has the indices of a
-    # whole batch, which is then dataset[item]. For files, where dataset[i] is one sample:
+    # Images and indices are in memory, on `device`. The sampler yields the indices of a whole batch
+    # at once, and dataset[indices] is the batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
