@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# With how many bytes a bucket is full: the first bucket, and each later one.
+# A bucket is full once it has at least so many bytes: the first bucket, each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -115,8 +115,8 @@ class GradientAverager:
     `sync` says what is sent, and when:
     - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is full and those
       before it are sent (Li et al., VLDB 2020, arXiv:2006.15704);
-    - "flat": all gradients in average(), in one bucket, or in several where dtypes change;
-    - "per-parameter": one gradient after the other, also in average().
+    - "flat": in average(), all in one bucket, or in several where dtypes change;
+    - "per-parameter": also in average(), one gradient after the other.
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(). After the
@@ -203,7 +203,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scaled, if you use SGD
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # meant for SGD
     # The default second beta, 0.999, averages over a thousand steps: too many for a short run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -228,7 +228,7 @@ def main(args):
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # a report sets it to the number of signals that all ranks have received
+            stop = 0  # a report sets it to the number of signals, added up over the ranks
             # Before each save comes a report. If the loss is not finite, the report ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position counts samples, as W may change: after the last step, the whole set.
+                # In samples, as W may change. After the last step, those left out count as done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -385,7 +385,7 @@ def load_data(args, rank, local_rank, device):
         if rank == 0:
             read_mnist(args.data_dir)  # downloads what is missing
         dist.barrier()  # a collective: it returns when all ranks have called it
-        if local_rank == 0:  # on a node that does not see rank 0's files, this one downloads, too
+        if local_rank == 0:  # a node that does not see rank 0's files downloads its own
             read_mnist(args.data_dir)
         dist.barrier()
         sets = read_mnist(args.data_dir)
