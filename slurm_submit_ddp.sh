@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# scontrol knows a task of an array as 123_4. By the SLURM_JOB_ID of the last, it would requeue the
-# whole array. (SLURM_ARRAY_* may be inherited from another array, whose task submitted this job.)
+# The last task of an array has the SLURM_JOB_ID of the whole array, which scontrol would requeue. So
+# name a task as 123_4. (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -47,8 +47,8 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun reads these, too, but they may count the GPUs of one task, or those of an interactive shell
-# of srun in which sbatch was called.
+# srun also obeys the variables below, which may count the GPUs of one task only, or those of an
+# interactive shell of srun.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

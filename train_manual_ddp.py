@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # A view has the strides that autograd gives to p.grad, such as those of channels_last.
+            # In memory, a view is laid out as autograd lays out p.grad, also for channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# A bucket is full once it has at least so many bytes: the first bucket, each later one.
+# The bytes with which a bucket is full: the first bucket, and each later one.
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -120,8 +120,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(). After the
-    last, call average(). Until then, a p.grad may be half a sum, and with "bucketed", another
-    backward() raises RuntimeError.
+    last, call average(). Until then, a p.grad may be an unfinished sum, and with "bucketed",
+    another backward() raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change. After the last step, those left out count as done.
+                # In samples, as W may change. At an epoch's end, those left out count as done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

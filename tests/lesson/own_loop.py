@@ -85,7 +85,7 @@ for epoch in range(first_epoch, EPOCHS):
         with contextlib.nullcontext() if complete else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
                 logits = ddp(images)  # 4. again: model(images) would average nothing
-            # A mean over equally many samples on each rank; for masks, see the README.
+            # A mean over equally many samples on each rank; for masks and tokens, see the README.
             loss = nn.functional.cross_entropy(logits.float(), labels)
             (loss / ACCUM_STEPS).backward()
         loss_sum += loss.detach() * len(labels)
@@ -118,5 +118,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in names:
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # without this, the process may crash at its end, on CPUs
+del ddp  # or else, on CPUs, threads of Gloo may outlive the group, and crash
 dist.destroy_process_group()
