@@ -8,13 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it in the directory where relative paths
-# begin, SCRIPT's too, on a disk that all nodes share. With --checkpoint, a job saves 120 s before
+# Add --account and --partition as your site asks. Submit it on a disk that all nodes share, as
+# relative paths, SCRIPT's too, begin where you submit it. With --checkpoint, a job saves 120 s before
 # its time is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it,
-# as after a preemption. A failed job is not requeued. Flags of sbatch override the lines below;
-# --gres=gpu:8 also overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH
-# line, remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove
-# --gpus-per-node below. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
+# as after a preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
+# --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts a line, remove it. If
+# it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove --gpus-per-node. Leave
+# --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -34,15 +34,15 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# The last task of an array has the SLURM_JOB_ID of the whole array, which scontrol would requeue. So
-# name a task as 123_4. (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
+# Requeue a task of an array as 123_4: the SLURM_JOB_ID of the last task is that of the whole array.
+# (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job has there.
-# If sbatch was told several tasks per node, these are the CPUs and GPUs of all of these tasks.
+# If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total

@@ -86,7 +86,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # a report sets it to the number of signals, added up over the ranks
-            # Before each save comes a report. If the loss is not finite, the report ends the run.
+            # Report before each save, too: the sum ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change. At an epoch's end, those left out count as done.
+                # In samples, as W may change. A finished epoch counts as all of them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -144,7 +144,8 @@ def train_step(ddp, optimizer, lr, batches, device, args):
         # MNIST is on the device. Other data are copied without a wait, if pin_memory=True.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
-        with contextlib.nullcontext() if i == args.accum_steps else ddp.no_sync():
+        last = i == args.accum_steps
+        with contextlib.nullcontext() if last else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = ddp(images)  # 4. again: with `model(images)`, nothing would be averaged
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
@@ -187,7 +188,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not DDP's wrapper: its forward pass may be a collective, and a rank may have no batch.
+        # Not DDP's wrapper: its forward pass may be a collective, and numbers of batches differ.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # In memory, a view is laid out as autograd lays out p.grad, also for channels_last.
+            # The strides are those that p.grad will have, as p may be channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# The bytes with which a bucket is full: the first bucket, and each later one.
+# A bucket is full from so many bytes on: (the first bucket, each later one).
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -158,16 +158,16 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A gradient
-        # that is in the bucket may be on its way, so another backward() must not add to it now.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it is
+        # collected, it may be on its way, so another backward() must not add to it.
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
             return
         bucket.collect(p)
-        # An all-reduce has no name: the first one that a rank sends is added to the first one of
-        # the others. As ranks may fill their buckets in different orders (when only one of them
-        # uses a branch), all send them in the order of this list: a full one waits for its turn.
+        # All-reduces are matched by their order alone: the first of a rank with the first of the
+        # others. As ranks may fill their buckets in different orders (when only one of them uses a
+        # branch), all send them in the order of this list: a full one waits for its turn.
         for other in self.buckets:
             if other.pending:
                 break
@@ -229,7 +229,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # a report sets it to the number of signals, added up over the ranks
-            # Before each save comes a report. If the loss is not finite, the report ends the run.
+            # Report before each save, too: the sum ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change. At an epoch's end, those left out count as done.
+                # In samples, as W may change. A finished epoch counts as all of them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -287,7 +287,8 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
         # MNIST is on the device. Other data are copied without a wait, if pin_memory=True.
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
         # With no_sync(), gradients add up on this rank; in the last pass, all ranks average them.
-        with contextlib.nullcontext() if i == args.accum_steps else averager.no_sync():
+        last = i == args.accum_steps
+        with contextlib.nullcontext() if last else averager.no_sync():
             with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels) / args.accum_steps  # in fp32
@@ -331,7 +332,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not DDP's wrapper: its forward pass may be a collective, and a rank may have no batch.
+        # Not DDP's wrapper: its forward pass may be a collective, and numbers of batches differ.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

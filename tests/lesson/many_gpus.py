@@ -43,5 +43,5 @@ for epoch in range(3):
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
-del ddp  # or else, on CPUs, threads of Gloo may outlive the group, and crash
+del ddp  # without this, on CPUs, threads of Gloo may crash the process at its end
 dist.destroy_process_group()

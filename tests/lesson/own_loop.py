@@ -1,7 +1,7 @@
 """A loop to copy and to change. It has what most loops have, and resumes after the last epoch that it saved.
 
     torchrun --standalone --nproc-per-node=2 own_loop.py
-    SCRIPT=own_loop.py sbatch --array=1-5%1 slurm_submit_ddp.sh    # five jobs, one after the other
+    SCRIPT=own_loop.py sbatch --nodes=1 --array=1-5%1 slurm_submit_ddp.sh    # five jobs, one after the other
 
 The comments 1 to 7 are the seven changes that make it distributed, as in many_gpus.py.
 """
@@ -118,5 +118,5 @@ for epoch in range(first_epoch, EPOCHS):
         for name in names:
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
-del ddp  # or else, on CPUs, threads of Gloo may outlive the group, and crash
+del ddp  # without this, on CPUs, threads of Gloo may crash the process at its end
 dist.destroy_process_group()
