@@ -42,7 +42,7 @@ PRINTS = {  # what a command begins with, and what it prints; all others train
     "./launch_multinode_ddp.sh --hosts": "--node-rank=1",
 }
 # The only changes of commands: some would take minutes, and of one the hosts do not exist.
-CHANGES = {"--kills 20": "--kills 1", "mark.py": "mark.py --rounds 1 --steps 1"}
+CHANGES = {"--kills 20": "--kills 1", "mark.py": "mark.py --rounds 1 --steps 1 --processes 2"}
 CHANGES["--hosts node0"] = "--dry-run --hosts node0"
 
 
