@@ -15,7 +15,7 @@
 #   --dry-run           print what would run, and run nothing
 # If the terminal closes, the training stops: use tmux, or setsid nohup ./launch... > log 2>&1 &
 # This needs Linux and bash 4.4. Exported NCCL_*, GLOO_*, PYTORCH_*, TORCH_*, CUDA_* and OMP_* go
-# to all nodes. On one node without --hosts, OMP_NUM_THREADS defaults to CPUs / N, if N is no word.
+# to all nodes. On one node without --hosts, OMP_NUM_THREADS defaults to CPUs / N, unless N is gpu.
 set -uo pipefail
 
 fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }

@@ -12,9 +12,9 @@
 # relative paths, SCRIPT's too, begin where you submit it. With --checkpoint, a job saves 120 s before
 # its time is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it,
 # as after a preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
-# --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts a line, remove it. If
-# it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove --gpus-per-node. Leave
-# --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
+# --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts a line, remove the
+# line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the line with
+# --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -34,7 +34,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue a task of an array as 123_4: the SLURM_JOB_ID of the last task is that of the whole array.
+# A task of an array is requeued as 123_4: by the last task's SLURM_JOB_ID, the whole array would be.
 # (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
@@ -59,8 +59,8 @@ echo "$script $* on $SLURM_JOB_NODELIST, meeting at $master:$port, restart $rest
 start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
-    # With `gpu`, torchrun starts a process for each GPU that it sees. If Slurm does not know how
-    # many GPUs there are, each process gets one thread.
+    # With NPROC_PER_NODE=gpu, torchrun starts a process for each GPU that it sees. If Slurm does not
+    # know how many there are, each process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # By default, each of several processes would get one thread, and a single process all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}

@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # The strides are those that p.grad will have, as p may be channels_last.
+            # It is laid out as p is, and p.grad will be, perhaps in channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# A bucket is full from so many bytes on: (the first bucket, each later one).
+# A bucket takes parameters until it has so many bytes or more: (the first, each later one).
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -113,8 +113,8 @@ class GradientAverager:
         averager.average()                     # now, each p.grad is the average
 
     `sync` says what is sent, and when:
-    - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is full and those
-      before it are sent (Li et al., VLDB 2020, arXiv:2006.15704);
+    - "bucketed": buckets of 25 MiB, in the middle of backward(), each when it is complete and
+      those before it are sent (Li et al., VLDB 2020, arXiv:2006.15704);
     - "flat": in average(), all in one bucket, or in several where dtypes change;
     - "per-parameter": also in average(), one gradient after the other.
 
@@ -167,7 +167,7 @@ class GradientAverager:
         bucket.collect(p)
         # All-reduces are matched by their order alone: the first of a rank with the first of the
         # others. As ranks may fill their buckets in different orders (when only one of them uses a
-        # branch), all send them in the order of this list: a full one waits for its turn.
+        # branch), all send them in the order of this list: a complete one waits for its turn.
         for other in self.buckets:
             if other.pending:
                 break
@@ -229,7 +229,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # a report sets it to the number of signals, added up over the ranks
-            # Report before each save, too: the sum ends the run if the loss is not finite.
+            # Report before each save, too: a report ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change. A finished epoch counts as all of them.
+                # The position is in samples, as W may change. A finished epoch is the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
