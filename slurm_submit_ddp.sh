@@ -41,14 +41,14 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
-# srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job has there.
-# If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
+# srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
+# there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys the variables below, which may count the GPUs of one task only, or those of an
-# interactive shell of srun.
+# srun also obeys the variables below, which may be those of one task, or those of an interactive
+# shell of srun, to whose CPUs and GPUs the job would be limited.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -188,7 +188,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not DDP's wrapper: its forward pass may be a collective, and numbers of batches differ.
+        # Not DDP's wrapper: its forward pass may be a collective, and a rank may have no batch.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -7,8 +7,8 @@
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits.
-(In training, DDP also copies rank 0's buffers. Here, only `evaluate` does, as training does not
-read BatchNorm's running statistics.)
+(In each step, DDP also copies rank 0's buffers. Here, it is enough that `evaluate` does so, as
+training does not read BatchNorm's running statistics.)
 """
 
 import contextlib
@@ -332,7 +332,7 @@ def evaluate(model, test_set, device, args):
     loss = correct = count = 0
     for batch in load(test_set, share, device, args):
         images, labels = (part.to(device, non_blocking=True) for part in batch)
-        # Not DDP's wrapper: its forward pass may be a collective, and numbers of batches differ.
+        # Not DDP's wrapper: its forward pass may be a collective, and a rank may have no batch.
         logits = model(images)
         loss += F.cross_entropy(logits, labels, reduction="none").double().sum()
         correct += (logits.argmax(dim=1) == labels).sum()

@@ -1,5 +1,6 @@
 """What the README says of loops of your own: its code, its questions, and what happens without them."""
 
+import contextlib
 import functools
 import random
 import re
@@ -410,6 +411,32 @@ def gather_with_gradient():
     total = eval(call, values | {name: sums})
     total.sum().backward()
     assert total.tolist() == [2, 2, 2] == sums.grad.tolist()  # which DDP divides by world_size
+    values[name] = torch.ones(2, 3)  # of three classes
+    exec("\n".join(re.findall("(?m)^# ((?:overlap|loss).*)", right)), values)
+    assert values["loss"] == -1
+
+
+def accumulated():
+    """By the lines in the comments of the first snippet, which come before the passes of a step."""
+    draw = torch.Generator().manual_seed(0)
+    samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
+    model, ddp, _ = make(nn.Linear(4, 3))
+    expected = F.cross_entropy(model(samples), labels, reduction="none")[labels != 0].mean()
+    (gradient,) = torch.autograd.grad(expected, model[0].weight)
+    snippet, mine, logged = lesson("mask"), slice(dist.get_rank(), None, 2), 0
+    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "ACCUM_STEPS": 3, "device": "cpu"}
+    values["iterator"] = zip(samples[mine].split(4), labels[mine].split(4), strict=True)
+    exec("\n".join(re.findall("(?m)^# ((?:batches|count|dist)\\b.*)", snippet)), values)
+    for i, (images, labels) in enumerate(values["batches"], 1):
+        values |= {"images": images, "labels": labels}
+        with contextlib.nullcontext() if i == 3 else ddp.no_sync():
+            exec(re.sub("(?m)^(count|dist).*\n", "", snippet), values)
+            values["loss"].backward()
+        logged += eval(re.search(r"add (\(losses \S.*?) to", snippet)[1], values)
+    torch.testing.assert_close(model[0].weight.grad, gradient)
+    dist.all_reduce(logged)
+    torch.testing.assert_close(logged / values["count"], expected.detach())
+    assert not logged.requires_grad
 
 
 def rank_0_is_busy(words):
@@ -574,6 +601,7 @@ def not_finite():
 QUESTIONS = {  # what the page says, and what shows that it is so
     "If you give a `DataLoader` a `generator`, seed that, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
+    "count over all ACCUM_STEPS batches": accumulated,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
