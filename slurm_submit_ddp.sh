@@ -8,8 +8,8 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it on a disk that all nodes share, as
-# relative paths, SCRIPT's too, begin where you submit it. With --checkpoint, a job saves 120 s before
+# Add --account and --partition as your site asks. Submit it on a disk that all nodes share:
+# relative paths, SCRIPT's too, begin there. With --checkpoint, a job saves 120 s before
 # its time is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it,
 # as after a preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts a line, remove the
@@ -34,7 +34,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# A task of an array is requeued as 123_4: by the last task's SLURM_JOB_ID, the whole array would be.
+# Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID would requeue the whole array.
 # (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
@@ -47,8 +47,8 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys the variables below, which may be those of one task, or those of an interactive
-# shell of srun, to whose CPUs and GPUs the job would be limited.
+# srun also obeys the variables below. If they are those of one task, or of an interactive shell of
+# srun, they would limit the job to the CPUs and GPUs of that.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

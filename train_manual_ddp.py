@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # It is laid out as p is, and p.grad will be, perhaps in channels_last.
+            # A view has the memory layout of p and of p.grad, which may be channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it is
-        # collected, it may be on its way, so another backward() must not add to it.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once
+        # collected, a gradient may be on its way, so another backward() must not add to it.
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position is in samples, as W may change. A finished epoch is the whole set.
+                # In samples, as W may change. A finished epoch counts as the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
