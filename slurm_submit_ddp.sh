@@ -8,13 +8,13 @@
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
-# Add --account and --partition as your site asks. Submit it on a disk that all nodes share:
-# relative paths, SCRIPT's too, begin there. With --checkpoint, a job saves 120 s before
-# its time is up, is requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it,
-# as after a preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
-# --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts a line, remove the
-# line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the line with
-# --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: a node has one task, torchrun.
+# Add --account and --partition as your site asks. Submit it on a disk that all nodes share: relative
+# paths, SCRIPT's too, begin there. With --checkpoint, a job saves 120 s before its time is up, is
+# requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
+# preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
+# --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
+# remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
+# line with --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
@@ -35,7 +35,7 @@
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID would requeue the whole array.
-# (SLURM_ARRAY_* may be inherited from another array, whose task ran sbatch.)
+# First check that it is this job: SLURM_ARRAY_* may be inherited from a task that ran sbatch.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -47,8 +47,8 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys the variables below. If they are those of one task, or of an interactive shell of
-# srun, they would limit the job to the CPUs and GPUs of that.
+# srun also obeys these variables. They may be per task, or inherited from an interactive srun, and
+# would limit the job to that share.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -91,8 +91,8 @@ while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this
 done
 wait "$srun" || code=$?
-# If a job ends by itself in the grace time of a preemption, Slurm does not requeue it. So this does,
-# whatever its exit code, as torchrun fails after SIGTERM even if all is saved.
+# If a job ends by itself in the grace time of a preemption, Slurm does not requeue it. So this script
+# does, whatever the exit code: torchrun fails after SIGTERM even if all is saved.
 if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes code=0; fi
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }

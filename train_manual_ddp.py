@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# A bucket takes parameters until it has so many bytes or more: (the first, each later one).
+# Bytes from which on a bucket takes no more parameters: (the first bucket, each later one).
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may change. A finished epoch counts as the whole set.
+                # Samples, not steps, as W may change. A finished epoch counts as the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
