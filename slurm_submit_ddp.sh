@@ -34,7 +34,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID would requeue the whole array.
+# Requeue a task of an array as 123_4: in the final task, SLURM_JOB_ID is that of the whole array.
 # First check that it is this job: SLURM_ARRAY_* may be inherited from a task that ran sbatch.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
