@@ -88,7 +88,8 @@ def test_one_node_saves_at_a_signal_and_fails_as_torchrun_does(small_mnist, tmp_
         job.process.terminate()
         assert job.wait() == 1 and not job.pids()
         assert "stopped by a signal, saved to " in job.output()
-    assert run([LAUNCHER, "--script", SMALL_MODEL, "--", "none.py"]).returncode == 1
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    assert run([LAUNCHER, "--script", tmp_path / "fails.py"]).returncode == 1
 
 
 @pytest.mark.cluster

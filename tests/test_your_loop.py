@@ -76,7 +76,7 @@ def test_own_loop_with_workers(own_loop):
     changes = ("WORKERS = 32, 0", "WORKERS = 32, 1"), ("SEED = 6, 2", "SEED = 1, 2"), ('"fork" if', f'"{FORK}" if')
     *command, script = own_loop("workers", *changes)
     script.write_text('if __name__ == "__main__":\n' + textwrap.indent(script.read_text(), "    "))
-    assert "epoch 1: loss " in finish(*command, script)
+    assert "epoch 1: loss " in finish(*command, script, nproc=1)
 
 
 def test_own_loop_is_killed_at_any_moment_and_ends_on_the_same_weights(own_loop, tmp_path):
