@@ -4,7 +4,7 @@
 #   sbatch slurm_submit_ddp.sh --epochs 10      # what follows goes to the training script
 #   sbatch --nodes=4 --gpus-per-node=4 --cpus-per-task=32 slurm_submit_ddp.sh
 #   sbatch --gpus-per-node=0 slurm_submit_ddp.sh                            # one process per node
-#   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh        # two on one node, one on the other
+#   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh     # 3 in all: two on one node, one on the other
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue a task of an array as 123_4: in the final task, SLURM_JOB_ID is that of the whole array.
-# First check that it is this job: SLURM_ARRAY_* may be inherited from a task that ran sbatch.
+# A task of an array is requeued by a name such as 123_4, as in the final task, SLURM_JOB_ID is the
+# id of the whole array. The name may be of another job, as a task that runs sbatch hands it on.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -47,8 +47,8 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no total
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys these variables. They may be per task, or inherited from an interactive srun, and
-# would limit the job to that share.
+# srun also obeys these variables. Those for one task, or inherited from an interactive srun, would
+# keep torchrun from the rest of the job's CPUs and GPUs.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -80,13 +80,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # With `step` in place of `step - 0.5`, the last step would have a learning rate of 0.
+            # This is the rate at the middle of the step: at the end of the last one, it would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # below, the number of signals, added up over the ranks
-            # Report before each save, too: a report ends the run if the loss is not finite.
+            stop = 0  # not 0 after a report if any rank has got a signal
+            # A report also comes before each save: if the loss is not finite, it ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Samples, not steps, as W may change. After an epoch, those left out count, too.
+                # These are samples, not steps, as W may change. At an epoch's end, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -261,8 +261,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. The sampler yields the indices of a whole batch
-    # at once, and dataset[indices] is the batch. For files, where dataset[i] is one sample:
+    # `batches` are tensors of indices, and dataset[indices] is a batch, as images are in memory, on
+    # `device`. So the DataLoader has nothing to batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -298,7 +298,7 @@ def synthesize(seed, split, size):
 
 def progress_bar(steps_done, steps):
     """Return steps_done + 1, ..., steps. A loop over them draws a bar, and clears it at its end."""
-    hidden = None if dist.get_rank() == 0 else True  # None: draw the bar only in a terminal
+    hidden = None if dist.get_rank() == 0 else True  # None: tqdm draws a bar, if in a terminal
     numbers = range(steps_done + 1, steps + 1)
     return tqdm(numbers, total=steps, initial=steps_done, leave=False, disable=hidden)
 
@@ -400,7 +400,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, it must fit into GPU memory: else, use torch.distributed.checkpoint and a shared disk.
+    # NCCL, GPU memory must hold `state`: else, use torch.distributed.checkpoint and a shared disk.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0

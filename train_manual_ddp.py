@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # A view has the memory layout that p.grad gets, which may be channels_last.
+            # A view needs the strides of p.grad. For channels_last, those of `part` are others.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -95,7 +95,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# At this many bytes, a bucket takes no more parameters: (the first bucket, each later one).
+# A bucket is closed once it holds this many bytes: (the first bucket, each later one).
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # With `step` in place of `step - 0.5`, the last step would have a learning rate of 0.
+            # This is the rate at the middle of the step: at the end of the last one, it would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # below, the number of signals, added up over the ranks
-            # Report before each save, too: a report ends the run if the loss is not finite.
+            stop = 0  # not 0 after a report if any rank has got a signal
+            # A report also comes before each save: if the loss is not finite, it ends the run.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Samples, not steps, as W may change. After an epoch, those left out count, too.
+                # These are samples, not steps, as W may change. At an epoch's end, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -405,8 +405,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Images and indices are in memory, on `device`. The sampler yields the indices of a whole batch
-    # at once, and dataset[indices] is the batch. For files, where dataset[i] is one sample:
+    # `batches` are tensors of indices, and dataset[indices] is a batch, as images are in memory, on
+    # `device`. So the DataLoader has nothing to batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -442,7 +442,7 @@ def synthesize(seed, split, size):
 
 def progress_bar(steps_done, steps):
     """Return steps_done + 1, ..., steps. A loop over them draws a bar, and clears it at its end."""
-    hidden = None if dist.get_rank() == 0 else True  # None: draw the bar only in a terminal
+    hidden = None if dist.get_rank() == 0 else True  # None: tqdm draws a bar, if in a terminal
     numbers = range(steps_done + 1, steps + 1)
     return tqdm(numbers, total=steps, initial=steps_done, leave=False, disable=hidden)
 
@@ -544,7 +544,7 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
     # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, it must fit into GPU memory: else, use torch.distributed.checkpoint and a shared disk.
+    # NCCL, GPU memory must hold `state`: else, use torch.distributed.checkpoint and a shared disk.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0

@@ -10,6 +10,7 @@ import textwrap
 import time
 from datetime import timedelta
 from itertools import islice
+from unittest import mock
 
 import doctor
 import numpy as np
@@ -417,23 +418,21 @@ def gather_with_gradient():
 
 
 def accumulated():
-    """By the lines in the comments of the first snippet, which come before the passes of a step."""
+    """A mean over tokens in three passes, and in one, whose log is the mean over all tokens, too."""
     draw = torch.Generator().manual_seed(0)
     samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
     model, ddp, _ = make(nn.Linear(4, 3))
     expected = F.cross_entropy(model(samples), labels, reduction="none")[labels != 0].mean()
     (gradient,) = torch.autograd.grad(expected, model[0].weight)
-    snippet, mine, logged = lesson("mask"), slice(dist.get_rank(), None, 2), 0
-    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "ACCUM_STEPS": 3, "device": "cpu"}
-    values["iterator"] = zip(samples[mine].split(4), labels[mine].split(4), strict=True)
-    exec("\n".join(re.findall("(?m)^# ((?:batches|count|dist)\\b.*)", snippet)), values)
-    for i, (images, labels) in enumerate(values["batches"], 1):
-        values |= {"images": images, "labels": labels}
-        with contextlib.nullcontext() if i == 3 else ddp.no_sync():
-            exec(re.sub("(?m)^(count|dist).*\n", "", snippet), values)
-            values["loss"].backward()
-        logged += eval(re.search(r"add (\(losses \S.*?) to", snippet)[1], values)
+    mine = slice(dist.get_rank(), None, 2)
+    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2}
+    values |= {"contextlib": contextlib, "ACCUM_STEPS": 3, "device": "cpu", "optimizer": mock.Mock()}
+    values["train_loader"] = [*zip(samples[mine].split(4), labels[mine].split(4), strict=True)]
+    exec(lesson("ACCUM_STEPS):"), values)
     torch.testing.assert_close(model[0].weight.grad, gradient)
+    values |= {"images": samples[mine], "labels": labels[mine]}
+    exec(lesson("mask"), values)
+    logged = eval(re.search(r"add (\(losses \S.*?) to", lesson("mask"))[1], values)
     dist.all_reduce(logged)
     torch.testing.assert_close(logged / values["count"], expected.detach())
     assert not logged.requires_grad
