@@ -282,18 +282,6 @@ def test_the_readmes_three_lines_and_its_hooks_end_on_the_bits_of_ddp(train_many
     assert not torch.equal(state["0.weight"], expected["0.weight"])
 
 
-def test_the_picture_of_the_ring():
-    """In round t, rank r sends part r - t to the next rank, which adds it in the first half of the rounds."""
-    parts, rows = torch.ones(3, 3, dtype=torch.int), [f"rank {rank}    1 1 1" for rank in range(3)]
-    for t in range(4):
-        before = parts.clone()
-        for rank in range(3):
-            place = (rank + 1) % 3, (rank - t) % 3
-            parts[place] = before[rank, place[1]] + (before[place] if t < 2 else 0)
-        rows = [f"{row}    {' '.join(map(str, numbers.tolist()))}" for row, numbers in zip(rows, parts, strict=True)]
-    assert "\n".join(rows) in README
-
-
 def test_the_tables_of_the_benchmark(monkeypatch, capsys):
     ways = (benchmark.LIMIT, benchmark.SCRIPT, *benchmark.SYNCS, benchmark.DEFAULTS)
     ms = {way: [10.0 * i] * 3 for i, way in enumerate(ways, start=1)}
