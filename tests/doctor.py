@@ -29,8 +29,8 @@ It looks at
   which collective they do not share, torchfrtrace tells: README.md
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
-- ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds or
-  probes that each rank fits alone
+- ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds, probes,
+  adversarial noise or copies of the model (MAML) that each rank fits alone
 - ranks agree on purpose: one replay buffer, dates, points of a boundary, prompts of classes, one graph
   of whose nodes each takes its share, samples that each augments in its own way, or a random order of
   which each takes its share
@@ -46,7 +46,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
-  no tensor of two dimensions
+  no tensor of two dimensions; augmented samples in any order, in passes of fewer than 8 batches
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
@@ -203,23 +203,27 @@ def print_losses(steps):
     drops nothing, BatchNorm normalizes each sample by itself, and before a data set returns a sample,
     the global generators are seeded by its index. Workers would not know of that, so there are none.
     """
-    losses, clipped, lines, numpy = [], [], [], sys.modules.get("numpy")
+    losses, lines, numpy = [], [], sys.modules.get("numpy")
+    clipped = {}  # norms of gradients, by parameter, before they were clipped
 
     def backward(real, tensors, *args, **kwargs):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         losses.extend(x.item() for x in roots if x.numel() == 1)  # activation checkpointing calls it with others
+        clipped.clear()
         return real(tensors, *args, **kwargs)
 
-    def clip(real, *args, **kwargs):
-        norm = real(*args, **kwargs)
-        clipped.append(norm.item())
-        return norm
+    def clip(real, parameters, *args, **kwargs):
+        params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        for p in params:
+            if p.grad is not None and p not in clipped:
+                clipped[p] = p.grad.norm().item()
+        return real(params, *args, **kwargs)
 
     def after_step(optimizer, args, kwargs):  # as Lightning computes the loss within the step
         params = parameters(optimizer)
-        norms = clipped or [p.grad.norm().item() for p in params if p.grad is not None]
+        norms = [clipped[p] if p in clipped else p.grad.norm().item() for p in params if p.grad is not None]
         numbers = torch.tensor([sum(losses), math.hypot(*norms)], device=params[0].device)
-        losses.clear(), clipped.clear()
+        losses.clear()
         if dist.is_initialized():
             dist.all_reduce(numbers)
             numbers /= dist.get_world_size()
@@ -285,8 +289,9 @@ def print_losses(steps):
     replace(torch.autograd, "backward", backward)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(module, "clip_grad_norm_", clip)
+        replace(module, "clip_grad_value_", clip)
     functional = torch.nn.functional
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         replace(functional, name, drop_nothing)
     torch.nn.modules.module.register_module_forward_pre_hook(stop_dropping)
     replace(functional, "batch_norm", normalize)

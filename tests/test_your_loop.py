@@ -308,11 +308,14 @@ class Model(nn.Module):
         x = checkpoint(torch.tanh, x, use_reentrant=True)  # calls backward() for a part of the graph
         x = nn.functional.batch_norm(x, running_mean=None, running_var=None, training=True)
         x = nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5)
-        return nn.functional.dropout1d(self.drop(self.norm(nn.functional.dropout(x))))
+        x = nn.functional.alpha_dropout(nn.functional.dropout(x), training=True)
+        return nn.functional.dropout1d(self.drop(self.norm(x)))
 
 def closure():
-    loss = synced(ddp(inputs / size)).square().mean()
+    loss = synced(ddp(inputs / size)).pow(4).mean()  # that of squares would be 1
     loss.backward()
+    nn.utils.clip_grad_norm_(model.norm.parameters(), 1e-6)  # a part, and the whole by value
+    nn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=1e-6)
     return loss
 
 dist.init_process_group("gloo")
@@ -337,6 +340,7 @@ BATCHES = [(OWN_CLIPPED, "WORKERS = 32", "WORKERS = 64"), (NOISY, "16, sampler",
 def test_the_same_losses(source, batch, double, tmp_path):
     two, one = compared(source, 2, tmp_path / "two"), compared(source.replace(batch, double), 1, tmp_path / "one")
     assert len(two) == 8 and sum(two, ()) == pytest.approx(sum(one, ()), rel=1e-4)
+    assert all(norm > 0.1 for _, norm in one)  # before clipping
     if source == OWN_CLIPPED:  # the norms are those before clipping; a step adds up its own passes, and no others
         assert all(2 < loss < 3 and 2 < norm < 7 for loss, norm in one)
         whole = source.replace(batch, "WORKERS = 128").replace("STEPS, LR, CLIP_NORM = 2", "STEPS, LR, CLIP_NORM = 1")
@@ -436,6 +440,23 @@ def accumulated():
     dist.all_reduce(logged)
     torch.testing.assert_close(logged / values["count"], expected.detach())
     assert not logged.requires_grad
+
+
+def class_weights():
+    """By the lines in the comments of the first snippet."""
+    draw = torch.Generator().manual_seed(0)
+    samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
+    labels[3:8] = -100
+    model, ddp, _ = make(nn.Linear(4, 3))
+    weighted = functools.partial(F.cross_entropy, weight=torch.tensor([0.1, 0.2, 0.4]), label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(weighted(model(samples), labels), model[0].weight)
+    mine = slice(dist.get_rank(), None, 2)
+    losses = weighted(ddp(samples[mine]), labels[mine], reduction="none")
+    values = {"dist": dist, "world_size": 2, "ignore_index": -100, "labels": labels[mine], "losses": losses}
+    values["class_weights"] = weighted.keywords["weight"]
+    exec("\n".join(re.findall(r"(?m)^# ((?:count|dist|loss)\b.*)", lesson("mask"))), values)
+    values["loss"].backward()
+    torch.testing.assert_close(model[0].weight.grad, gradient)
 
 
 def rank_0_is_busy(words):
@@ -601,6 +622,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "If you give a `DataLoader` a `generator`, seed that, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
+    "With class weights, keep weight=class_weights": class_weights,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
