@@ -97,12 +97,14 @@ label() { # print what a host prints, with its name in front
     cat >/dev/null
     return 1
 }
-trap '' HUP INT TERM PIPE # ssh inherits this, or Ctrl-C would end it before the training has saved
+# ssh and sed inherit this, or Ctrl-C would end them before the training has saved. But an ssh that
+# shares a connection (ControlMaster) does not ignore Ctrl-C, so it gets a session of its own.
+trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"
     # Quote for the host's shell, be it sh, zsh or tcsh: inside '...', only ' and ! are special.
     remote="exec bash -c '$(printf %s "$remote" | sed "s/['!]/'\\\\&'/g")'"
-    (ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | label "${hosts[node]}") <&3 &
+    (setsid --wait ssh "${options[@]}" -- "${hosts[node]}" "$remote" 2>&1 | label "${hosts[node]}") <&3 &
     pids+=($!)
 done
 stop() { # exit code, reason

@@ -223,7 +223,7 @@ tail -F $SCRATCH/slurm-$JOB.out    # Ctrl-C ends `tail`, not the job
 
 # While it trains, take a node away: all ranks save, torchrun shows a traceback, and the job is requeued.
 scontrol update nodename=node1 state=down reason=practice
-# Give it back: the job resumes, after some 10 s.
+# Give it back half a minute later, as Slurm kills what is left of the job until then: it resumes after some 10 s.
 scontrol update nodename=node1 state=resume
 
 # While a job trains, pull a node's cable: nobody can save. Slurm notices it within half a minute.

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -54,7 +55,11 @@ def test_a_mistake_is_one_line(arguments, tmp_path):
     assert result.stderr == f"launch_multinode_ddp.sh: error: {MISTAKES[arguments]}\n"
 
 
-def test_what_is_printed():
+def test_what_is_printed(monkeypatch):
+    for name in [*os.environ]:
+        if re.match("(CUDA|GLOO|NCCL|OMP|PYTORCH|TORCH)_", name):  # as in images of containers
+            monkeypatch.delenv(name)
+
     def printed(*flags, **env):
         return re.findall("(?m)^.*torchrun .*$", run([LAUNCHER, *flags], CUDA_VISIBLE_DEVICES=0, **env).stdout)
 
@@ -163,6 +168,25 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
         assert launcher.wait() in (130, -signal.SIGKILL), launcher.output()
         if how == signal.SIGKILL:  # else it has waited for them
             network.wait_until_empty()
+        assert (tmp_path / "worker.py0").exists() and (tmp_path / "worker.py1").exists()
+        network.wait_until_empty()
+
+
+@pytest.mark.cluster
+def test_ctrl_c_where_ssh_shares_a_connection(network, tmp_path):
+    """There, ssh does not ignore a Ctrl-C of its terminal."""
+    require("script")
+    (tmp_path / "worker.py").write_text(WORKER)
+    sharing = f"-o ControlMaster=auto -o ControlPath={tmp_path}/%n -o ControlPersist=1"
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh {sharing} "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    launch = f"{LAUNCHER} --hosts=node0,node1 --script {tmp_path}/worker.py -- slow"
+    command = network.login.inside("script", "--quiet", "--return", "--command", launch, "/dev/null")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with Background(*command, log=tmp_path / "log", stdin=subprocess.PIPE, **path) as terminal:
+        terminal.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
+        os.write(terminal.process.stdin.fileno(), b"\x03")
+        assert terminal.wait() == 130, terminal.output()
         assert (tmp_path / "worker.py0").exists() and (tmp_path / "worker.py1").exists()
         network.wait_until_empty()
 

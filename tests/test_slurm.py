@@ -78,7 +78,8 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
     jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8, **IN_A_STEP)] = [(1, 7, 8)]
     jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
     file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
-    jobs[submit(flags=("--nodes=1", "--cpus-per-gpu=4"), file=file)] = [(2, 4, 100)]
+    flags = ("--nodes=1", "--cpus-per-gpu=4")
+    jobs[submit(flags=flags, file=file, SLURM_CPUS_PER_TASK=2)] = [(2, 4, 100)]  # as in a shell of srun
     # A login does not set what the tests need. Two tasks have twice the CPUs.
     file = edited(tmp_path, "\n# module load", f"\n{ENVIRONMENT} SCRIPT={tmp_path}/worker.py\n#")
     jobs[submit(flags=("--export=NONE", "--ntasks-per-node=2"), file=file)] = 2 * [(2, 16, 100)]
