@@ -209,7 +209,8 @@ def print_losses(steps):
     def backward(real, tensors, *args, **kwargs):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         losses.extend(x.item() for x in roots if x.numel() == 1)  # activation checkpointing calls it with others
-        clipped.clear()
+        for p in [p for p in clipped if p.grad is None]:  # of a step that a GradScaler has skipped
+            del clipped[p]
         return real(tensors, *args, **kwargs)
 
     def clip(real, parameters, *args, **kwargs):
@@ -221,7 +222,7 @@ def print_losses(steps):
 
     def after_step(optimizer, args, kwargs):  # as Lightning computes the loss within the step
         params = parameters(optimizer)
-        norms = [clipped[p] if p in clipped else p.grad.norm().item() for p in params if p.grad is not None]
+        norms = [clipped.pop(p) if p in clipped else p.grad.norm().item() for p in params if p.grad is not None]
         numbers = torch.tensor([sum(losses), math.hypot(*norms)], device=params[0].device)
         losses.clear()
         if dist.is_initialized():

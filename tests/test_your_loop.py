@@ -352,6 +352,30 @@ def test_the_same_losses(source, batch, double, tmp_path):
             assert loss == pytest.approx(one[0][0], rel=1e-4) and norm != pytest.approx(one[0][1], rel=1e-2)
 
 
+TURNS = """
+import torch
+models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+for step in (1, 2, 3, 4):
+    for model in models:
+        loss = (100 * step * model(torch.ones(1, 1))).sum()
+        if step < 3:
+            model.zero_grad()
+            loss.backward()
+        else:
+            (model.weight.grad,) = torch.autograd.grad(loss, model.weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+def test_norms_before_clipping_where_two_models_take_turns_and_without_backward(tmp_path):
+    (tmp_path / "turns.py").write_text(TURNS)
+    output = finish(doctor.main, ["--losses", "8", str(tmp_path / "turns.py")], nproc=1)
+    assert [norm for _, norm in steps_in(output)] == [100, 100, 200, 200, 300, 300, 400, 400]
+
+
 def test_one_process_loads_what_all_ranks_would_load():
     values = {"torch": torch, "W": 3, "train_set": [(index, -index) for index in range(400)]}
     values |= {"DataLoader": DataLoader, "DistributedSampler": DistributedSampler, "steps": []}
@@ -443,7 +467,7 @@ def accumulated():
 
 
 def class_weights():
-    """By the lines in the comments of the first snippet."""
+    """Also with smoothed labels, of which some are ignored."""
     draw = torch.Generator().manual_seed(0)
     samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
     labels[3:8] = -100
@@ -451,10 +475,9 @@ def class_weights():
     weighted = functools.partial(F.cross_entropy, weight=torch.tensor([0.1, 0.2, 0.4]), label_smoothing=0.1)
     (gradient,) = torch.autograd.grad(weighted(model(samples), labels), model[0].weight)
     mine = slice(dist.get_rank(), None, 2)
-    losses = weighted(ddp(samples[mine]), labels[mine], reduction="none")
-    values = {"dist": dist, "world_size": 2, "ignore_index": -100, "labels": labels[mine], "losses": losses}
-    values["class_weights"] = weighted.keywords["weight"]
-    exec("\n".join(re.findall(r"(?m)^# ((?:count|dist|loss)\b.*)", lesson("mask"))), values)
+    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "images": samples[mine], "labels": labels[mine]}
+    values |= {"ignore_index": -100, "class_weights": weighted.keywords["weight"]}
+    exec(lesson("class_weights[").replace("weight=", "label_smoothing=0.1, weight="), values)
     values["loss"].backward()
     torch.testing.assert_close(model[0].weight.grad, gradient)
 
@@ -622,7 +645,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "If you give a `DataLoader` a `generator`, seed that, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
-    "With class weights, keep weight=class_weights": class_weights,
+    "With class weights, these lines": class_weights,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
