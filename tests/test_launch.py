@@ -28,7 +28,7 @@ def network(tmp_path_factory):
 @pytest.mark.parametrize("check", [["shellcheck"], ["shfmt", "--diff", "--indent", "4"]])
 def test_shell(check):
     require(check[0], root=False)
-    result = run([*check, LAUNCHER, "slurm_submit_ddp.sh", ".ci/run"])
+    result = run([*check, LAUNCHER, "slurm_submit_ddp.sh", "tests/lesson/job.sh", ".ci/run"])
     assert result.returncode == 0, result.stdout
 
 

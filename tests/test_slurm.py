@@ -7,7 +7,7 @@ import signal
 import pytest
 from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
 from conftest import ROOT, SCRIPTS, SMALL_MODEL, finish, run, weights
-from test_readme import README, SUBMISSIONS, fenced
+from test_readme import README, SUBMISSIONS
 
 pytestmark = pytest.mark.cluster
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
@@ -101,16 +101,16 @@ def test_one_process_per_gpu(slurm, submit, tmp_path):
         assert re.search(f"(?m)^{threads} torchrun .* --nproc-per-node={processes} ", log), log
 
 
-def test_the_short_job_of_the_readme(slurm, submit, tmp_path):
+def test_the_short_job(slurm, submit, tmp_path):
     """On nodes with two GPUs, and with what `submit` has written in the place of many_gpus.py; where sites differ."""
-    (job,) = fenced("sh")
-    job = job.replace("=4", "=2").replace("tests/lesson/many_gpus.py", "worker.py $FAIL").replace("=32", "=16")
-    (tmp_path / "job.sh").write_text(job.replace("\n# Add", f"\n{ENVIRONMENT}\n# Add"))
+    job = (ROOT / "tests" / "lesson" / "job.sh").read_text().replace("--gpus-per-node=4 ", "--gpus-per-node=2 ")
+    job = job.replace("tests/lesson/many_gpus.py'", "worker.py $FAIL'").replace("\nMASTER", f"\n{ENVIRONMENT}\nMASTER")
+    (tmp_path / "job.sh").write_text(job)
     # A rank fails, and those of the other node, which would go on for minutes, are ended.
     state, _, log = slurm.finish(submit(flags=(), file="job.sh", FAIL="fail1"))
     assert state == "FAILED" and "started 2 " in log, log
     (tmp_path / "worker.py.end").touch()
-    (one_node,) = re.findall(r"`sbatch (.*?) job.sh`", README)
+    (one_node,) = re.findall(r"\$ sbatch (.*?) tests/lesson/job.sh", README)
     for flags, ranks in ((("--export=NONE", "--ntasks-per-node=2"), 4), (one_node.split(), 2)):
         state, code, log = slurm.finish(submit(flags=flags, file="job.sh", **IN_A_STEP, **IN_AN_ALLOCATION))
         assert (state, code, log.count("started 2 ")) == ("COMPLETED", "0:0", ranks), log
