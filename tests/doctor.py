@@ -204,27 +204,28 @@ def print_losses(steps):
     the global generators are seeded by its index. Workers would not know of that, so there are none.
     """
     losses, lines, numpy = [], [], sys.modules.get("numpy")
-    clipped = {}  # norms of gradients, by parameter, before they were clipped
+    # By parameter, norms of gradients before they were clipped. Those in `old` are from before the last backward().
+    clipped, old = {}, set()
 
     def backward(real, tensors, *args, **kwargs):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         losses.extend(x.item() for x in roots if x.numel() == 1)  # activation checkpointing calls it with others
-        for p in [p for p in clipped if p.grad is None]:  # of a step that a GradScaler has skipped
-            del clipped[p]
+        old.update(clipped)  # of another model, or of a pass or a step (skipped by a GradScaler) before
         return real(tensors, *args, **kwargs)
 
     def clip(real, parameters, *args, **kwargs):
         params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         for p in params:
-            if p.grad is not None and p not in clipped:
+            if p.grad is not None and (p in old or p not in clipped):
                 clipped[p] = p.grad.norm().item()
+                old.discard(p)
         return real(params, *args, **kwargs)
 
     def after_step(optimizer, args, kwargs):  # as Lightning computes the loss within the step
         params = parameters(optimizer)
         norms = [clipped.pop(p) if p in clipped else p.grad.norm().item() for p in params if p.grad is not None]
         numbers = torch.tensor([sum(losses), math.hypot(*norms)], device=params[0].device)
-        losses.clear()
+        losses.clear(), old.difference_update(params)
         if dist.is_initialized():
             dist.all_reduce(numbers)
             numbers /= dist.get_world_size()
