@@ -656,7 +656,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "If you give a `DataLoader` a `generator`, seed that, too": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
-    "With class weights, these lines": class_weights,
+    "With class weights, use these lines": class_weights,
     "The whole gradient is the sum of these parts": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
