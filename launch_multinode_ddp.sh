@@ -97,7 +97,7 @@ label() { # print what a host prints, with its name in front
     cat >/dev/null
     return 1
 }
-# ssh and sed inherit this, or Ctrl-C would end them before the training has saved. But an ssh that
+# ssh and sed also ignore these, or Ctrl-C would end them before the training has saved. But an ssh that
 # shares a connection (ControlMaster) does not ignore Ctrl-C, so it gets a session of its own.
 trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do

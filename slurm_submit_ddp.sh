@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In the last task of an array, SLURM_JOB_ID is the id of the whole array, so a task is requeued by a
-# name such as 123_4. (A job submitted by such a task inherits its variables, but has its own id.)
+# Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID is that of the whole array. A job
+# that a task has submitted inherits SLURM_ARRAY_*, so look whether the name is that of this job.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,7 +43,7 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, a SLURM_CPUS_PER_TASK that the calling shell had is now a wrong 1: drop it.
+# With --cpus-per-gpu, if the calling shell had SLURM_CPUS_PER_TASK, it is 1 here, which is wrong.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
@@ -62,7 +62,7 @@ start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
     # With NPROC_PER_NODE=gpu, torchrun starts a process for each GPU that it sees. If Slurm does not
-    # know how many there are, each process gets one thread.
+    # know how many there are, each process gets one thread (number = cpus).
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # By default, each of several processes would get one thread, and a single process all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}
@@ -72,8 +72,8 @@ start_torchrun() {
 }
 
 # bash acts on a signal only when no command runs in the foreground, so srun is in the background.
-# It starts one task per node, whatever sbatch was told. Each runs start_torchrun, which `declare -f`
-# prints for it.
+# It starts one task per node, whatever sbatch was told. Each runs start_torchrun, whose text
+# `declare -f` puts into the command.
 # shellcheck disable=SC2086 # some variables are several words, or none
 srun --export=ALL --ntasks="$SLURM_NNODES" $cpus $gpus --kill-on-bad-exit=1 ${SRUN_ARGS:-} \
     ${TORCHRUN_PREFIX:-} bash -c "$(declare -f start_torchrun); start_torchrun \"\$@\"" _ \
