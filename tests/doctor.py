@@ -204,28 +204,29 @@ def print_losses(steps):
     the global generators are seeded by its index. Workers would not know of that, so there are none.
     """
     losses, lines, numpy = [], [], sys.modules.get("numpy")
-    # By parameter, norms of gradients before they were clipped. Those in `old` are from before the last backward().
-    clipped, old = {}, set()
+    clipped = {}  # by parameter, the norm of its gradient before it was clipped; the gradient after that, its version
 
     def backward(real, tensors, *args, **kwargs):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         losses.extend(x.item() for x in roots if x.numel() == 1)  # activation checkpointing calls it with others
-        old.update(clipped)  # of another model, or of a pass or a step (skipped by a GradScaler) before
         return real(tensors, *args, **kwargs)
 
     def clip(real, parameters, *args, **kwargs):
         params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        for p in params:
-            if p.grad is not None and (p in old or p not in clipped):
-                clipped[p] = p.grad.norm().item()
-                old.discard(p)
-        return real(params, *args, **kwargs)
+        norms = {p: norm_of_gradient(p) for p in params if p.grad is not None}
+        result = real(params, *args, **kwargs)
+        clipped.update((p, (norm, p.grad, p.grad._version)) for p, norm in norms.items())
+        return result
+
+    def norm_of_gradient(p):
+        norm, gradient, version = clipped.get(p, (0, None, 0))
+        return norm if gradient is p.grad and version == p.grad._version else p.grad.norm().item()
 
     def after_step(optimizer, args, kwargs):  # as Lightning computes the loss within the step
         params = parameters(optimizer)
-        norms = [clipped.pop(p) if p in clipped else p.grad.norm().item() for p in params if p.grad is not None]
+        norms = [norm_of_gradient(p) for p in params if p.grad is not None]
         numbers = torch.tensor([sum(losses), math.hypot(*norms)], device=params[0].device)
-        losses.clear(), old.difference_update(params)
+        losses.clear()
         if dist.is_initialized():
             dist.all_reduce(numbers)
             numbers /= dist.get_world_size()

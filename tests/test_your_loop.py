@@ -368,21 +368,22 @@ for step in (1, 2, 3, 4):
     for optimizer in optimizers:
         optimizer.step()
 models[0].zero_grad()
-for factor in (100, 100, float("inf"), 50):
-    if factor != 100:  # the passes before are of one step
-        models[0].zero_grad(set_to_none=False)
+for factor in (100, 100, float("inf"), 50, 20, float("inf"), 7):
+    if factor not in (100, 20):  # the passes before are of one step
+        models[0].zero_grad(set_to_none=factor == 7)
     (factor * models[0](torch.ones(1, 1))).sum().backward()
-    torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1e6)
+    if factor not in (20, 7):
+        torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1e6)
     if factor != float("inf"):  # as a GradScaler skips a step
         optimizers[0].step()
 """
 
 
 def test_norms_before_clipping(tmp_path):
-    """Of two models that take turns; without backward(); where gradients add up; after a step that is skipped."""
+    """Of two models that take turns; without backward(); where gradients add up; after a skipped step; not clipped."""
     (tmp_path / "turns.py").write_text(TURNS)
-    output = finish(doctor.main, ["--losses", "11", str(tmp_path / "turns.py")], nproc=1)
-    assert [norm for _, norm in steps_in(output)] == [100, 100, 200, 200, 300, 300, 400, 400, 100, 200, 50]
+    output = finish(doctor.main, ["--losses", "13", str(tmp_path / "turns.py")], nproc=1)
+    assert [norm for _, norm in steps_in(output)] == [100, 100, 200, 200, 300, 300, 400, 400, 100, 200, 50, 70, 7]
 
 
 def test_one_process_loads_what_all_ranks_would_load():
