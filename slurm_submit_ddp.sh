@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID is that of the whole array. A job
-# that a task has submitted inherits SLURM_ARRAY_*, so look whether the name is that of this job.
+# Requeue a task of an array as 123_4, as the last task's SLURM_JOB_ID is that of the whole array. But
+# a job that was submitted by a task inherits SLURM_ARRAY_*: use 123_4 only if that is this job.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,13 +43,13 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, if the calling shell had SLURM_CPUS_PER_TASK, it is 1 here, which is wrong.
+# If the calling shell had SLURM_CPUS_PER_TASK, a job with --cpus-per-gpu has a wrong 1 in it: drop it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no SLURM_GPUS_ON_NODE
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys these variables. Those for one task, or inherited from an interactive srun, would
+# srun also obeys the variables below. Those for one task, or inherited from an interactive srun, would
 # keep torchrun from the rest of the job's CPUs and GPUs.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
