@@ -4,7 +4,7 @@
 #   sbatch slurm_submit_ddp.sh --epochs 10      # what follows goes to the training script
 #   sbatch --nodes=4 --gpus-per-node=4 --cpus-per-task=32 slurm_submit_ddp.sh
 #   sbatch --gpus-per-node=0 slurm_submit_ddp.sh                            # one process per node
-#   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh     # 3 in all: two on one node, one on the other
+#   sbatch --gpus-per-node=0 --gpus=3 slurm_submit_ddp.sh  # 3 in all: two on one node, one on the other
 #   SCRIPT=train_manual_ddp.py NPROC_PER_NODE=4 sbatch slurm_submit_ddp.sh
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
@@ -43,14 +43,15 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# If the calling shell had SLURM_CPUS_PER_TASK, a job with --cpus-per-gpu has a wrong 1 in it: drop it.
+# If the shell that called sbatch had SLURM_CPUS_PER_TASK, a job with --cpus-per-gpu has a wrong 1 in
+# it: drop it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no SLURM_GPUS_ON_NODE
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# srun also obeys the variables below. Those for one task, or inherited from an interactive srun, would
-# keep torchrun from the rest of the job's CPUs and GPUs.
+# srun also obeys the variables below. Those for one task, or inherited from an interactive srun,
+# would keep torchrun from the rest of the job's CPUs and GPUs.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
