@@ -12,8 +12,8 @@ which gives every rank the sum over all ranks. On GPUs, NCCL carries them out; o
 If one rank fails, torchrun ends the others on its node.
 
 Read from the top: `main` first, then what it calls. The comments 1 to 7 are the seven changes of
-the README, which make a script distributed; `collective` marks the lines that all ranks have to
-reach. The twin, train_manual_ddp.py, is this script with DistributedSampler and
+the README, which make a script distributed. In `main`, `collective` marks the lines that all ranks
+have to reach. The twin, train_manual_ddp.py, is this script with DistributedSampler and
 DistributedDataParallel written by hand: their diff is the next lesson.
 """
 
@@ -80,13 +80,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The schedule is read at the middle of each step. At the end of the last, it is 0.
+            # - 0.5 is the middle of the step: at the end of the last step, the schedule is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # the number of signals on all ranks, known after the all-reduce below
-            # sum_over_ranks_or_exit() exits if the loss is not finite: call it before saving, too.
+            stop = 0  # how many signals all ranks have got, known once they are added up below
+            # Before a save, too: this exits if the loss is not finite, and saves no such weights.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, not steps, as W may change; after an epoch, the whole data set.
+                # Save samples, not steps, as W may change. After the last, all samples are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -261,8 +261,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # `batches` are tensors of indices, and dataset[indices] is a batch, as images are in memory, on
-    # `device`. So the DataLoader has nothing to batch. For files, where dataset[i] is one sample:
+    # All images are in memory, on `device`, so dataset[indices] is a whole batch. As the sampler
+    # yields such indices, the DataLoader need not batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -399,8 +399,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
             state = dict(torch.load(path, map_location="cpu")) if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
-    # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, GPU memory must hold `state`: else, use torch.distributed.checkpoint and a shared disk.
+    # Rank 0 sends what it has read, as other nodes may not see the file. With NCCL, this takes GPU
+    # memory: if there is too little, use torch.distributed.checkpoint and a shared disk.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0

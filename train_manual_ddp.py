@@ -7,8 +7,8 @@
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
 classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
 of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits.
-(In each step, DDP also copies rank 0's buffers. Here, it is enough that `evaluate` does so, as
-training does not read BatchNorm's running statistics.)
+Unlike DDP, this copies no buffers in a step, as training does not read BatchNorm's running
+statistics: `evaluate` copies them.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # The view needs the strides that p.grad has: those of p, which may be channels_last.
+            # Autograd gives p.grad the strides of p, which may be channels_last: so does the view.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -99,7 +99,7 @@ class Bucket:
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
-    "per-parameter": (1, 1),
+    "per-parameter": (1, 1),  # so that each gradient closes its bucket
 }
 
 
@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once
-        # collected, a gradient may be on its way, so another backward() must not add to it.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete.
+        # Once collected, it may be on its way: no backward() may add to it, not even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The schedule is read at the middle of each step. At the end of the last, it is 0.
+            # - 0.5 is the middle of the step: at the end of the last step, the schedule is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # the number of signals on all ranks, known after the all-reduce below
-            # sum_over_ranks_or_exit() exits if the loss is not finite: call it before saving, too.
+            stop = 0  # how many signals all ranks have got, known once they are added up below
+            # Before a save, too: this exits if the loss is not finite, and saves no such weights.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, not steps, as W may change; after an epoch, the whole data set.
+                # Save samples, not steps, as W may change. After the last, all samples are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -405,8 +405,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # `batches` are tensors of indices, and dataset[indices] is a batch, as images are in memory, on
-    # `device`. So the DataLoader has nothing to batch. For files, where dataset[i] is one sample:
+    # All images are in memory, on `device`, so dataset[indices] is a whole batch. As the sampler
+    # yields such indices, the DataLoader need not batch. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -543,8 +543,8 @@ def load_checkpoint(args, model, optimizer, global_batch, steps):
             state = dict(torch.load(path, map_location="cpu")) if path.exists() else None
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             sys.exit(f"--checkpoint {path} cannot be read: move it, or use another name. {error!r}")
-    # Other nodes may not see the file. (DDP sends rank 0's weights, but no optimizer state.) With
-    # NCCL, GPU memory must hold `state`: else, use torch.distributed.checkpoint and a shared disk.
+    # Rank 0 sends what it has read, as other nodes may not see the file. With NCCL, this takes GPU
+    # memory: if there is too little, use torch.distributed.checkpoint and a shared disk.
     box = [state]
     dist.broadcast_object_list(box, src=0)
     epoch = steps_done = 0

@@ -187,7 +187,7 @@ def test_a_single_weight_that_is_not_finite_is_not_saved(tmp_path):
         train_ddp.save_checkpoint(SimpleNamespace(checkpoint=tmp_path / "ck.pt"), model, None, 0, 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])  # and SIGTERM in test_your_loop.py
 def test_torchrun_is_ended_and_a_second_start_goes_on(how, saving, undisturbed, tmp_path):
     with Background(*torchrun(2), SMALL_MODEL, DDP, *saving, log=tmp_path / "log", PAUSE=0.2) as job:
         job.wait_for("epoch 1  step 7 ")

@@ -252,8 +252,8 @@ def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
     with Background(*command, log=tmp_path / "log", PAUSE=0.5) as job:
         job.wait_for("step 2 ")
         job.process.terminate()
-        job.wait()
-        assert "stopped by a signal" in job.output() and "step 20 " not in job.output()
+        assert job.wait() == 1 and not job.pids()
+        assert job.output().count("stopped by a signal") == 1 and "step 20 " not in job.output()
     assert weights(finish(tmp_path / MANUAL, *flags)) == weights(quiet)
 
 

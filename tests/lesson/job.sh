@@ -2,14 +2,14 @@
 # Under Slurm, train many_gpus.py on all GPUs of a job: sbatch tests/lesson/job.sh
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=16
 # Add --account, --partition, --time and --mem as your site asks. Some sites want --gres=gpu:4 in
-# place of --gpus-per-node=4. Each process and each of its loader's workers needs a CPU: here, a
-# process may have 3 workers.
+# place of --gpus-per-node=4. Each process and each of its loader's workers needs a CPU: 16 are
+# enough for 4 processes with 3 workers each.
 # Submit it in the repository's folder, on a shared disk, with your environment active.
 MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # rank 0's node
 PORT=$((10000 + SLURM_JOB_ID % 20000))                              # two jobs may share a node
 export MASTER PORT
 # If sbatch is called in a shell of srun or salloc, the job inherits the limits of that shell: drop
-# them. (This also drops SLURM_GPUS_ON_NODE, which srun sets anew.)
+# them. SLURM_GPUS_ON_NODE, which is dropped with them, srun sets anew on each node.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPUS@}"
 # srun starts one torchrun on each node, and torchrun the processes. If one torchrun fails, srun ends
 # all. --cpus-per-task is repeated, as newer versions of srun do not take it over from sbatch.
