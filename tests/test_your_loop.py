@@ -654,7 +654,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "If you give a `DataLoader` a `generator`, seed that, too": noise,
+    "in the same way, also the `generator` of a `DataLoader`": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,
