@@ -34,7 +34,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# A task of an array is requeued as 123_4, as its last task has the SLURM_JOB_ID of the whole array.
+# A task of an array is requeued as 123_4: the last task has the SLURM_JOB_ID of the whole array.
 # But a job that a task has submitted inherits SLURM_ARRAY_*: see whether 123_4 is this job.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task

@@ -446,15 +446,13 @@ def gather_with_gradient():
         assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
     with torch.no_grad():  # as in an evaluation
         exec(right, values)
-    sums = torch.ones(3, requires_grad=True)
-    call, name = re.search(r"gather\((\w+)\[None.*", right).group(0, 1)
-    assert name not in OWN  # where it may mean something else
-    total = eval(call, values | {name: sums})
-    total.sum().backward()
-    assert total.tolist() == [2, 2, 2] == sums.grad.tolist()  # which DDP divides by world_size
-    values[name] = torch.ones(2, 3)  # of three classes
-    exec("\n".join(re.findall("(?m)^# ((?:overlap|loss).*)", right)), values)
-    assert values["loss"] == -1
+    for shape in (), (3,):
+        overlap, total = (torch.full(shape, x, requires_grad=True) for x in (1.0 + dist.get_rank(), 4.0))
+        values |= {"overlap": overlap, "total": total}
+        exec(lesson("gather(dice)"), values)
+        values["loss"].backward()
+        assert values["loss"] == 1 - 2 * (1 + 2) / (4 + 4)
+        assert overlap.grad.sum().isclose(torch.tensor(2 * -2 / (4 + 4)))  # which DDP divides by world_size
 
 
 def accumulated():
@@ -654,7 +652,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "in the same way, also the `generator` of a `DataLoader`": noise,
+    "in the same way, also one that you give to a `DataLoader`": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,

@@ -9,7 +9,7 @@ MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # rank 0's n
 PORT=$((10000 + SLURM_JOB_ID % 20000))                              # two jobs may share a node
 export MASTER PORT
 # If sbatch is called in a shell of srun or salloc, the job inherits the limits of that shell: drop
-# them. SLURM_GPUS_ON_NODE, which is dropped with them, srun sets anew on each node.
+# them. This also drops SLURM_GPUS_ON_NODE, but srun sets it anew on each node.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPUS@}"
 # srun starts one torchrun on each node, and torchrun the processes. If one torchrun fails, srun ends
 # all. --cpus-per-task is repeated, as newer versions of srun do not take it over from sbatch.

@@ -39,7 +39,7 @@ options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
 # If "fork" hangs, see the README. Other ways to start workers, such as Python 3.14's default, need
 # an `if __name__ == "__main__":`.
 options["multiprocessing_context"] = "fork" if WORKERS else None
-# The loader's drop_last leaves out a smaller last batch: each of its samples would weigh more.
+# Here, drop_last leaves out a smaller last batch, as each of its samples would weigh more.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
