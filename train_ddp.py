@@ -80,13 +80,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The schedule ends at 0. In the middle of the last step (- 0.5), it is not there yet.
+            # At the end of the last step, the schedule is 0. So take it in the middle (- 0.5).
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
-            stop = 0  # how many signals all ranks have got, known once they are added up below
-            # Check the loss before a save, too: sum_over_ranks_or_exit() exits if it is not finite.
+            stop = 0  # signals on all ranks, added up below
+            # Also before a save, as sum_over_ranks_or_exit() exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # The position is in samples, as W may change. After the last step, it is the end.
+                # In samples, not steps, as W may change. The last step counts those left out, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -262,7 +262,7 @@ def data_flags(args):
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
     # Each of `batches` is a tensor of indices. As all images are in memory, dataset[tensor] is a
-    # whole batch, and the DataLoader need not batch. For files, where dataset[i] is one sample:
+    # whole batch, and batch_size=None leaves it so. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

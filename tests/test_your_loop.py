@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
@@ -384,17 +384,6 @@ def test_norms_before_clipping(tmp_path):
     (tmp_path / "turns.py").write_text(TURNS)
     output = finish(doctor.main, ["--losses", "13", str(tmp_path / "turns.py")], nproc=1)
     assert [norm for _, norm in steps_in(output)] == [100, 100, 200, 200, 300, 300, 400, 400, 100, 200, 50, 70, 7]
-
-
-def test_one_process_loads_what_all_ranks_would_load():
-    values = {"torch": torch, "W": 3, "train_set": [(index, -index) for index in range(400)]}
-    samplers = [DistributedSampler(values["train_set"], 3, rank, drop_last=True) for rank in range(3)]
-    values["batches_of"] = lambda rank: BatchSampler(samplers[rank], 64, drop_last=False)
-    values |= {"DataLoader": DataLoader, "steps": []}
-    exec(f"{lesson('zip(*loaders)')}    steps.append((images + 2 * labels).tolist())", values)
-    order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()  # that of epoch 0
-    batches = [order[:192], order[192:384], order[384:399]]
-    assert [sorted(step) for step in values["steps"]] == [sorted(-i for i in batch) for batch in batches]
 
 
 def test_a_count_over_all_ranks(train_many):
