@@ -82,8 +82,8 @@ elif ((${#hosts[@]} == 0)); then
 fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. But
-# if its ranks have ended, torchrun ignores SIGTERM, as it waits for other hosts: so SIGKILL follows.
+# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. A
+# torchrun whose ranks have ended waits for other hosts, and ignores SIGTERM: so SIGKILL follows.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 end="kill \$torchrun; timeout $patience tail --pid=\$torchrun -f /dev/null || kill -9 \$torchrun"

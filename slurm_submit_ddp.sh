@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# A task of an array is requeued as 123_4: the last task has the SLURM_JOB_ID of the whole array.
-# But a job that a task has submitted inherits SLURM_ARRAY_*: see whether 123_4 is this job.
+# To requeue a task of an array, name it 123_4, as the last task's SLURM_JOB_ID is the whole array's.
+# A job that a task has submitted inherits SLURM_ARRAY_*, so check that 123_4 is this job.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,7 +43,7 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# If the shell that called sbatch had SLURM_CPUS_PER_TASK, Slurm sets it to a wrong 1 in a job with
+# If SLURM_CPUS_PER_TASK was set where sbatch was called, Slurm sets it to a wrong 1 in a job with
 # --cpus-per-gpu: drop it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
@@ -63,7 +63,7 @@ start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
     # With NPROC_PER_NODE=gpu, torchrun starts a process for each GPU that it sees. If Slurm does not
-    # know how many there are, each process gets one thread (number = cpus).
+    # know their number, assume as many as CPUs, so that each process gets one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # By default, each of several processes would get one thread, and a single process all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}

@@ -127,7 +127,7 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = "--log-dir --tee --prefix --allow-incomplete-ranks"  # of torchrun
+    others = "--rdzv-backend --rdzv-endpoint --rdzv-id --log-dir --tee --prefix --allow-incomplete-ranks"  # of torchrun
     others += " --account --mem --array --partition --jobid --overlap --ipc --shm-size"  # of Slurm, of Docker
     assert named - ours <= {*others.split()}
 
