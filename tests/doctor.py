@@ -330,6 +330,7 @@ class Doctor:
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
+        self.orders_begun = 0  # to train on, and shuffled
         # By data set or what is in it, the last that was trained on, and its sampler.
         self.orders, self.orders_of_contents = weakref.WeakKeyDictionary(), {}
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
@@ -518,6 +519,7 @@ class Doctor:
                 state.batches.add([inputs, kwargs])
                 if state.passes < 255:
                     self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
+                state.batches.one_order = self.orders_begun == 1
                 if 2 < state.passes <= 5000:  # without a DataLoader, too, each rank may go through all samples
                     self.look("inputs", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
@@ -636,6 +638,7 @@ class Doctor:
         new = types.SimpleNamespace(order=None, ended=0, peeked=-math.inf, known=False)
         state, name = self.samplers.setdefault(sampler, new), type(sampler.dataset).__name__
         state.begun, known = begun, begun[-1]
+        self.orders_begun += sampler.shuffle and torch.is_grad_enabled()
         if known and not state.known:
             state.known = True
             self.look("data set", name, next(self.number["data set", name]), sampler)
@@ -725,7 +728,7 @@ class Doctor:
                 self.look("buffers", state.key, "the end", model)
         for loader in [*self.loaders.values()]:
             self.end_pass(loader)
-        self.look("schedules", "", "the end", self.schedules)
+        self.look("schedules", "", "the end", self.schedules, round(self.passes / max(1, self.steps)))
         for sampler, state in [*self.samplers.items()]:
             if state.begun:  # in a pass that has not ended, or whose iterator lives on
                 self.after_order(sampler, state.begun, used_up=False)
@@ -934,6 +937,15 @@ def samples(batches):
     return "", batches.facts()
 
 
+@check("inputs", alike, "suspicion")
+def replayed_batches(batches):
+    """batches come again, in the same order
+    Iterate over the loader in each epoch, after set_epoch: itertools.cycle(loader) keeps the batches of the first."""
+    hashes = batches.hashes
+    again = any(hashes[i : i + 5] == hashes[:5] for i in range(5, len(hashes) - 4)) and len({*hashes[:5]}) == 5
+    return "", {batches.name: ""} if again and batches.one_order else {}
+
+
 @check("tensors", differ, "suspicion")
 def plain_tensors(model, state):
     """tensors that DDP does not see to differ
@@ -1034,19 +1046,20 @@ def repeated_samples(sampler, again, evaluates):
 
 
 @check("schedules", alike, "suspicion")
-def schedule_lengths(schedules):
+def schedule_lengths(schedules, passes):
     """a schedule has not the length of the run
     If the run was not stopped early: count optimizer steps. W ranks take W times fewer than one, and accumulation
     takes fewer, too.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
-    for name, length, steps, warm_up in schedules.values():
-        length = last_step(length, steps, world) if callable(length) else length
+    factors = {world, passes, world * passes} - {0, 1}  # with accumulation, a step has several passes
+    for (name, length, steps, warm_up), factor in itertools.product(schedules.values(), sorted(factors)):
+        length = last_step(length, steps, factor) if callable(length) else length
         for before in (0, warm_up):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
-            off = min(abs(long - made * world), abs(long - made / world))
-            close = off <= max(world, 0.03 * long) and off < abs(long - made)
+            off = min(abs(long - made * factor), abs(long - made / factor))
+            close = off <= max(factor, 0.03 * long) and off < abs(long - made)
             if length and steps > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
@@ -1139,6 +1152,7 @@ class Batches:
         self.hashes, self.integers, self.values = [], collections.defaultdict(list), collections.defaultdict(list)
         self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
         self.first, self.constant = set(), set()
+        self.one_order = False  # whether DistributedSamplers have shuffled once, for the first epoch
 
     def add(self, batch):
         self.number += 1

@@ -341,7 +341,7 @@ if kind == "added":
     optimizer.add_param_group({"params": other.parameters()})
 other_optimizer = torch.optim.Adam(other.parameters(), 0.1)
 plateau, cosine = ReduceLROnPlateau(optimizer, patience=0), CosineAnnealingLR(other_optimizer, 32)
-if kind == "schedule":
+if kind in ("schedule", "schedule, accumulation"):
     cosine = CosineAnnealingLR(optimizer, 2 * 32)  # steps of one process
 if kind == "schedule, after another":
     warm, cosine = LinearLR(optimizer, 0.1, total_iters=8), CosineAnnealingLR(optimizer, 2 * 32 - 8)
@@ -383,6 +383,8 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
+    if kind == "replayed":  # as by itertools.cycle(loader)
+        batches = first_epoch = first_epoch if epoch else [*batches]
     if kind == "thread":
         queue, fetched = SimpleQueue(), chain(batches, [None])
         threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
@@ -437,7 +439,7 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             other(inputs).square().mean().backward()
             [dist.all_reduce(p.grad) for p in other.parameters()]
             other_optimizer.step()
-        wait = kind == "accumulation" and step % 2 == 0
+        wait = kind.endswith("accumulation") and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
             loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1)
             if kind == "gathered":  # what a contrastive loss gets, which may have parameters
@@ -593,10 +595,15 @@ MISTAKES = {
     "and the sampler yields tensors": ("set_epoch, split order", "the same order in two epochs: 64 samples"),
     "of a new data set": ("set_epoch, new sampler, new data set", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
+    "and the batches of the first epoch are kept": ("replayed", "suspicion: .*batches come again.*: inputs of Model"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "and gradients are turned off later": ("repeats, with gradients", "suspicion: .*repeats .* evaluation: 1 of 65"),
     "huggingface/diffusers#3954": ("schedule", "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 32"),
+    "huggingface/diffusers#3954, with accumulation": (
+        "schedule, accumulation",
+        "suspicion: .*schedule .*: CosineAnnealingLR of 64 steps has made 16",
+    ),
     "huggingface/diffusers#3954, after a warm-up": (
         "schedule, after another",
         "suspicion: .*schedule .*: CosineAnnealingLR of 56 steps has made 24",
@@ -822,8 +829,8 @@ def test_a_metric_that_is_added_up_when_it_computes():
 
 def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 16)
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16, 0)}) == ("", {})
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16, 0)})[1]
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16, 0)}, 1) == ("", {})
+    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16, 0)}, 1)[1]
 
 
 def test_schedules_that_do_not_end_at_a_step():
