@@ -97,8 +97,8 @@ label() { # print what a host prints, with its name in front
     cat >/dev/null
     return 1
 }
-# ssh and sed inherit this, or Ctrl-C would end them before the training has saved. But an ssh that
-# shares a connection (ControlMaster) does not keep to it, so each has a session of its own.
+# ssh and sed inherit this: Ctrl-C must not end them before the training has saved. An ssh that shares
+# a connection (ControlMaster) does not keep to it: by setsid, Ctrl-C does not reach it.
 trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"

@@ -159,7 +159,7 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
-        # not pending, its gradient may be on its way: adding to it is an error, even in no_sync().
+        # not pending, its gradient may be on its way: nothing may add to it, even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # - 0.5 is the middle of the step: at its end, the last step would have a rate of 0.
+            # - 0.5: the rate in the middle of a step, as that at the end of the last step is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Also before each save: the sum below exits if the loss is not finite.
+            # Before a save, too: the sum below exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Counted in samples, as W may change. The last step counts as the whole data set.
+                # In samples, as W may differ when it resumes. The last step counts as the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -406,7 +406,7 @@ def data_flags(args):
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
     # Each of `batches` is a tensor of indices. As all images are in memory, dataset[tensor] is a
-    # whole batch, and batch_size=None leaves it so. For files, where dataset[i] is one sample:
+    # whole batch, and batch_size=None adds no batching. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
