@@ -50,9 +50,10 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
-- one order in all epochs, if not by DistributedSampler or a class made of it, or if workers take it
-  before the first step, or each epoch has a new optimizer, a new sampler beside the old one, or a
-  new data set whose samples are not known to be the same
+- one order in all epochs, if not by DistributedSampler or a class made of it, or if the script keeps
+  batches by other means than itertools.cycle(loader), or if workers take the order before the first
+  step, or each epoch has a new optimizer, a new sampler beside the old one, or a new data set whose
+  samples are not known to be the same
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -70,6 +71,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib
 import inspect
 import itertools
 import json
@@ -153,6 +155,8 @@ def main(arguments=None):
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
+    importlib.import_module("torch._dynamo")  # which optimizers import, and which needs the real one
+    replace(itertools, "cycle", doctor.cycle)
     doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
@@ -330,7 +334,6 @@ class Doctor:
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
-        self.orders_begun = 0  # to train on, and shuffled
         # By data set or what is in it, the last that was trained on, and its sampler.
         self.orders, self.orders_of_contents = weakref.WeakKeyDictionary(), {}
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
@@ -519,7 +522,6 @@ class Doctor:
                 state.batches.add([inputs, kwargs])
                 if state.passes < 255:
                     self.look("batches", state.key, state.passes, state.batches.name, state.batches.hashes)
-                state.batches.one_order = self.orders_begun == 1
                 if 2 < state.passes <= 5000:  # without a DataLoader, too, each rank may go through all samples
                     self.look("inputs", state.key, state.passes, state.batches)
             self.look("tensors", state.key, state.passes, ddp.module, state)
@@ -595,6 +597,20 @@ class Doctor:
             if count > 2:  # so that the same order is found before the same samples
                 self.look("loader", state.key, count, state.batches)
 
+    def cycle(self, real, batches):
+        return self.keep(batches, iter(batches)) if isinstance(batches, DataLoader) else real(batches)
+
+    def keep(self, loader, batches):
+        """Do what itertools.cycle does, and look at what it keeps when that is used again."""
+        kept = []
+        for batch in batches:
+            kept.append(batch)
+            yield batch
+        if torch.is_grad_enabled():
+            self.safely(self.look, "cycle", "", next(self.number["cycle"]), loader)
+        while kept:
+            yield from kept
+
     def after_split(self, parts, dataset, *args, **kwargs):
         kind = [len(part) for part in parts], contents(dataset)[1]
         indices = digest([part.indices for part in parts])
@@ -638,7 +654,6 @@ class Doctor:
         new = types.SimpleNamespace(order=None, ended=0, peeked=-math.inf, known=False)
         state, name = self.samplers.setdefault(sampler, new), type(sampler.dataset).__name__
         state.begun, known = begun, begun[-1]
-        self.orders_begun += sampler.shuffle and torch.is_grad_enabled()
         if known and not state.known:
             state.known = True
             self.look("data set", name, next(self.number["data set", name]), sampler)
@@ -728,7 +743,7 @@ class Doctor:
                 self.look("buffers", state.key, "the end", model)
         for loader in [*self.loaders.values()]:
             self.end_pass(loader)
-        self.look("schedules", "", "the end", self.schedules, round(self.passes / max(1, self.steps)))
+        self.look("schedules", "", "the end", self.schedules, self.passes / max(1, self.steps))
         for sampler, state in [*self.samplers.items()]:
             if state.begun:  # in a pass that has not ended, or whose iterator lives on
                 self.after_order(sampler, state.begun, used_up=False)
@@ -937,15 +952,6 @@ def samples(batches):
     return "", batches.facts()
 
 
-@check("inputs", alike, "suspicion")
-def replayed_batches(batches):
-    """batches come again, in the same order
-    Iterate over the loader in each epoch, after set_epoch: itertools.cycle(loader) keeps the batches of the first."""
-    hashes = batches.hashes
-    again = any(hashes[i : i + 5] == hashes[:5] for i in range(5, len(hashes) - 4)) and len({*hashes[:5]}) == 5
-    return "", {batches.name: ""} if again and batches.one_order else {}
-
-
 @check("tensors", differ, "suspicion")
 def plain_tensors(model, state):
     """tensors that DDP does not see to differ
@@ -1035,6 +1041,14 @@ def same_order(sampler, again, evaluates):
     return "", {described(sampler.dataset): ""} if found else {}
 
 
+@check("cycle", alike, "suspicion")
+def kept_batches(loader):
+    """itertools.cycle(loader) gives the batches of the first pass again, in the same order
+    It keeps them. In each epoch, call set_epoch, and iterate over the loader itself."""
+    shuffles = getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler))
+    return "", {described(loader.dataset): ""} if shuffles else {}
+
+
 @check("order", alike, "suspicion")
 def repeated_samples(sampler, again, evaluates):
     """a DistributedSampler repeats samples in an evaluation
@@ -1052,15 +1066,16 @@ def schedule_lengths(schedules, passes):
     takes fewer, too.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
-    factors = {world, passes, world * passes} - {0, 1}  # with accumulation, a step has several passes
-    for (name, length, steps, warm_up), factor in itertools.product(schedules.values(), sorted(factors)):
+    # With accumulation, a step has several passes. (With a GAN, it may have one and a half.)
+    factors = [world, passes, world * passes] if passes > 1.5 else [world]
+    for (name, length, steps, warm_up), factor in itertools.product(schedules.values(), factors):
         length = last_step(length, steps, factor) if callable(length) else length
         for before in (0, warm_up):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
             off = min(abs(long - made * factor), abs(long - made / factor))
             close = off <= max(factor, 0.03 * long) and off < abs(long - made)
-            if length and steps > 15 and close:
+            if length and steps > 3 and max(long, made) > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
 
@@ -1068,7 +1083,7 @@ def schedule_lengths(schedules, passes):
 def last_step(factor, steps, world):
     """Return where a function comes down to 0, if that is at W times these steps, or at a W-th; else 0."""
     with contextlib.suppress(Exception):  # of the script's function
-        for end in (steps // world, steps * world):
+        for end in (round(steps / world), round(steps * world)):
             *before, last = (abs(factor(end * i // 50)) for i in range(51))
             # It may restart, or be an exponential one, which only passes by.
             restarts = max(abs(factor(end + 1 + end * i // 99)) for i in range(10)) > max(before) / 2
@@ -1152,7 +1167,6 @@ class Batches:
         self.hashes, self.integers, self.values = [], collections.defaultdict(list), collections.defaultdict(list)
         self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
         self.first, self.constant = set(), set()
-        self.one_order = False  # whether DistributedSamplers have shuffled once, for the first epoch
 
     def add(self, batch):
         self.number += 1

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
-from itertools import chain, count, islice
+from itertools import chain, count, cycle as replay, islice
 from queue import SimpleQueue
 import collections, contextlib, copy, datetime, gc, numpy, os, pathlib, random, signal, sys, threading, time, types
 import weakref
@@ -383,8 +383,8 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
-    if kind == "replayed":  # as by itertools.cycle(loader)
-        batches = first_epoch = first_epoch if epoch else [*batches]
+    if kind == "replayed":
+        batches = kept = kept if epoch else replay(loader)
     if kind == "thread":
         queue, fetched = SimpleQueue(), chain(batches, [None])
         threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
@@ -595,7 +595,7 @@ MISTAKES = {
     "and the sampler yields tensors": ("set_epoch, split order", "the same order in two epochs: 64 samples"),
     "of a new data set": ("set_epoch, new sampler, new data set", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
-    "and the batches of the first epoch are kept": ("replayed", "suspicion: .*batches come again.*: inputs of Model"),
+    "itertools.cycle(loader)": ("replayed", "suspicion: .*again, in the same order: 64 samples .*; .* step 8"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "and gradients are turned off later": ("repeats, with gradients", "suspicion: .*repeats .* evaluation: 1 of 65"),
@@ -827,10 +827,28 @@ def test_a_metric_that_is_added_up_when_it_computes():
     assert [*doctor.plain_attributes(module)] == []
 
 
-def test_an_epochs_schedule_with_as_many_ranks(monkeypatch):
-    monkeypatch.setattr(doctor.dist, "get_world_size", lambda: 16)
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 16, 16, 0)}, 1) == ("", {})
-    assert doctor.schedule_lengths({0: ("CosineAnnealingLR", 256, 16, 0)}, 1)[1]
+LENGTHS = {  # of a schedule, its steps, passes of an optimizer step, ranks
+    "of epochs, with as many ranks": (16, 16, 1, 16),
+    "of two optimizers that take turns": (150, 100, 1.5, 2),
+    "stopped early": (100, 60, 1, 2),
+    "not shortened": (256, 16, 1, 16),
+    "not shortened for accumulation": (104, 24, 104 / 24, 2),
+    "for both": (208, 24, 104 / 24, 2),
+    "with few steps": (32, 8, 4, 2),
+    "with a step in each pass": (24, 100, 100 / 24, 2),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_of_schedules(name, monkeypatch):
+    length, steps, passes, world = LENGTHS[name]
+    monkeypatch.setattr(doctor.dist, "get_world_size", lambda: world)
+    found = [doctor.schedule_lengths({0: (kind, end, steps, 0)}, passes)[1] for kind, end in kinds(length)]
+    assert [*map(bool, found)] == [name.startswith(("not", "for", "with"))] * 2
+
+
+def kinds(length):
+    return ("CosineAnnealingLR", length), ("LambdaLR", lambda step: 1 - min(step / length, 1))
 
 
 def test_schedules_that_do_not_end_at_a_step():
