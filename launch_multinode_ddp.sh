@@ -98,7 +98,7 @@ label() { # print what a host prints, with its name in front
     return 1
 }
 # ssh and sed inherit this: Ctrl-C must not end them before the training has saved. An ssh that shares
-# a connection (ControlMaster) does not keep to it: by setsid, Ctrl-C does not reach it.
+# a connection (ControlMaster) does not, so setsid keeps Ctrl-C from it.
 trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"

@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue a task of an array as 123_4: the last task's SLURM_JOB_ID would requeue the whole array.
-# SLURM_ARRAY_* may come from a task that has submitted this job: check that 123_4 is this job.
+# In an array, requeue a task as 123_4: the last task's SLURM_JOB_ID is that of the whole array.
+# SLURM_ARRAY_* is inherited if a task of an array called sbatch: check that 123_4 is this job.
 job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,14 +43,14 @@ job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, SLURM_CPUS_PER_TASK is a wrong 1 if it was set where sbatch was called: drop it.
+# With --cpus-per-gpu, a SLURM_CPUS_PER_TASK that sbatch has inherited becomes a wrong 1: drop it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no SLURM_GPUS_ON_NODE
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# Unset what srun would also obey: values for one task, or inherited from an interactive srun, would
-# keep torchrun from the rest of the job's CPUs and GPUs.
+# Unset what would limit srun: values for one task, or of an interactive srun, would keep torchrun
+# from the rest of the job's CPUs and GPUs.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # Autograd gives p.grad the strides of torch.empty_like(p), perhaps channels_last.
+            # Give it the strides that autograd gives p.grad, which may be channels_last.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -159,7 +159,7 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
-        # not pending, its gradient may be on its way: nothing may add to it, even in no_sync().
+        # not pending, it may be being sent: no backward() may add to it, even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("a second backward() before average(): put the first in no_sync()")
         if self.accumulating:
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # - 0.5: the rate in the middle of a step, as that at the end of the last step is 0.
+            # step - 0.5 is the middle of a step: at the end of the last one, the rate is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before a save, too: the sum below exits if the loss is not finite.
+            # This is done before each save, too, as it exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may differ on resuming. The last step counts as the whole set.
+                # Count samples, as W may differ on resuming. After the last step, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
