@@ -49,9 +49,9 @@ tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no SLURM_GPUS_ON_NODE
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# Unset what would limit srun: values for one task, or of an interactive srun, would keep torchrun
-# from the rest of the job's CPUs and GPUs.
-unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" SLURM_TRES_PER_TASK
+# Unset what would limit srun: values for one task, or of a shell of srun or salloc, would keep
+# torchrun from the rest of the job's CPUs and GPUs, or contradict the job's memory.
+unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node need different ones

@@ -228,7 +228,8 @@ scontrol update nodename=node1 state=resume
 
 # While a job trains, pull a node's cable: nobody can save. Slurm notices it within half a minute.
 ip link set node1 down
-# Put it back: the job resumes from its last save, within two minutes.
+# Put it back a minute later: the job resumes from its last save, within two minutes. Put back earlier, Slurm may kill
+# what is left on node1 too late, and the new run with it. Then submit it again, without `rm`: it resumes, too.
 ip link set node1 up
 """
 

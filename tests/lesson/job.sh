@@ -10,7 +10,7 @@ PORT=$((10000 + SLURM_JOB_ID % 20000))                              # two jobs m
 export MASTER PORT
 # If sbatch is called in a shell of srun or salloc, the job inherits the limits of that shell: drop
 # them. This also drops SLURM_GPUS_ON_NODE, but srun sets it anew on each node.
-unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPUS@}"
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" "${!SLURM_GPUS@}"
 # srun starts one torchrun on each node, and torchrun the processes. If one torchrun fails, srun ends
 # all. --cpus-per-task is repeated, as newer versions of srun do not take it over from sbatch.
 # shellcheck disable=SC2016 # these variables differ by node
