@@ -71,7 +71,6 @@ import faulthandler
 import functools
 import gc
 import hashlib
-import importlib
 import inspect
 import itertools
 import json
@@ -92,6 +91,7 @@ import weakref
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # before itertools.cycle is replaced, as it needs the real one
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
@@ -155,7 +155,6 @@ def main(arguments=None):
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
-    importlib.import_module("torch._dynamo")  # which optimizers import, and which needs the real one
     replace(itertools, "cycle", doctor.cycle)
     doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed

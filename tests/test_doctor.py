@@ -383,8 +383,10 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
-    if kind == "replayed":
-        batches = kept = kept if epoch else replay(loader)
+    if kind.startswith("replayed"):
+        own = DataLoader(train_set, batch_size=4, sampler=range(rank, 64, 2))
+        kept = kept if epoch else replay(own if kind == "replayed share" else loader)
+        batches = batches if kind == "replayed test" else kept
     if kind == "thread":
         queue, fetched = SimpleQueue(), chain(batches, [None])
         threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
@@ -472,6 +474,7 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     if kind == "by hand":
         dist.all_reduce(other.mean)
     tests = tests if kind == "held test" and epoch else iter(test_loader)
+    tests = islice(kept, 12) if kind == "replayed test" else tests
     tests = [*tests] if kind in ("shuffled test", "persistent test", "repeats, with gradients") else tests
     with torch.no_grad():
         model.eval()
@@ -621,7 +624,7 @@ RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "tu
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
+RIGHT += ["replayed share", "replayed test", "of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
 
 
 @pytest.fixture
@@ -827,28 +830,26 @@ def test_a_metric_that_is_added_up_when_it_computes():
     assert [*doctor.plain_attributes(module)] == []
 
 
-LENGTHS = {  # of a schedule, its steps, passes of an optimizer step, ranks
-    "of epochs, with as many ranks": (16, 16, 1, 16),
-    "of two optimizers that take turns": (150, 100, 1.5, 2),
-    "stopped early": (100, 60, 1, 2),
-    "not shortened": (256, 16, 1, 16),
-    "not shortened for accumulation": (104, 24, 104 / 24, 2),
-    "for both": (208, 24, 104 / 24, 2),
-    "with few steps": (32, 8, 4, 2),
-    "with a step in each pass": (24, 100, 100 / 24, 2),
+LENGTHS = {  # of a schedule, its steps, passes of an optimizer step, ranks, and whether that is found
+    "of epochs, with as many ranks": (16, 16, 1, 16, False),
+    "of two optimizers that take turns": (150, 100, 1.5, 2, False),
+    "stopped early": (100, 60, 1, 2, False),
+    "of a short try": (4, 2, 1, 2, False),
+    "not shortened": (256, 16, 1, 16, True),
+    "not shortened for accumulation": (87, 19, 87 / 19, 2, True),  # 19 * (87 / 19) is a little less than 87
+    "not shortened for both": (208, 24, 104 / 24, 2, True),
+    "not shortened, with few steps": (32, 8, 4, 2, True),
+    "with a step in each pass": (24, 100, 100 / 24, 2, True),
 }
 
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths_of_schedules(name, monkeypatch):
-    length, steps, passes, world = LENGTHS[name]
+    length, steps, passes, world, wrong = LENGTHS[name]
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: world)
-    found = [doctor.schedule_lengths({0: (kind, end, steps, 0)}, passes)[1] for kind, end in kinds(length)]
-    assert [*map(bool, found)] == [name.startswith(("not", "for", "with"))] * 2
-
-
-def kinds(length):
-    return ("CosineAnnealingLR", length), ("LambdaLR", lambda step: 1 - min(step / length, 1))
+    for end in (length, lambda step: 1 - min(step / length, 1)):  # as of CosineAnnealingLR, as of LambdaLR
+        found = doctor.schedule_lengths({0: ("a schedule", end, steps, 0)}, passes)[1]
+        assert bool(found) == wrong
 
 
 def test_schedules_that_do_not_end_at_a_step():
