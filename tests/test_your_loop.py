@@ -459,7 +459,7 @@ def accumulated():
     torch.testing.assert_close(model[0].weight.grad, gradient)
     values |= {"images": samples[mine], "labels": labels[mine]}
     exec(lesson("mask"), values)
-    logged = eval(re.search(r"loss_sum \+= (.*?), samples", lesson("mask"))[1], values)
+    logged = eval(re.search(r"loss_sum \+= (\(.*?)`", README)[1], values)
     dist.all_reduce(logged)
     torch.testing.assert_close(logged / values["count"], expected.detach())
     assert not logged.requires_grad
@@ -536,7 +536,7 @@ def test_the_same_metric(train_many, tmp_path):
     trained, _ = train_many(MANY)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     result = run(["bash", "-c", "\n".join(METRIC).replace("/tmp/", "")], cwd=tmp_path)
-    assert re.findall("accuracy (.*)", result.stdout) == 3 * re.findall("accuracy (.*)", trained)[-1:]
+    assert re.findall("accuracy (.*)", result.stdout) == re.findall("accuracy (.*)", trained)[-1:]
 
 
 class Noise(Dataset):
