@@ -61,7 +61,7 @@ def main(args):
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scale it for SGD only
-    # fused=True is faster. A second beta of 0.999 would average over a thousand steps: too many.
+    # Fused is faster. The default beta of 0.999 averages over a thousand steps: for long runs.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)

@@ -12,7 +12,7 @@ export MASTER PORT
 # them. This also drops SLURM_GPUS_ON_NODE, but srun sets it anew on each node.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" "${!SLURM_GPUS@}"
 # srun starts one torchrun on each node, and torchrun the processes. If one torchrun fails, srun ends
-# all. --cpus-per-task is repeated, as newer versions of srun do not take it over from sbatch.
+# all. --cpus-per-task is repeated, as srun of Slurm 22.05 to 23.02 does not take it over from sbatch.
 # shellcheck disable=SC2016 # these variables differ by node
 srun --export=ALL --ntasks="$SLURM_NNODES" --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c \
     'torchrun --nnodes=$SLURM_NNODES --node-rank=$SLURM_NODEID --master-addr=$MASTER --master-port=$PORT \
