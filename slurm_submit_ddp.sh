@@ -9,7 +9,7 @@
 #   sbatch --time=4:00:00 slurm_submit_ddp.sh --checkpoint ck.pt --save-every 100
 #
 # Add --account and --partition as your site asks. Submit it on a disk that all nodes share: relative
-# paths, SCRIPT's too, begin there. With --checkpoint, a job saves 120 s before its time is up, is
+# paths, SCRIPT's too, begin there. With --checkpoint, a job saves about 120 s before its time is up, is
 # requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
@@ -26,7 +26,7 @@
 #SBATCH --cpus-per-task=16       # for all processes of a node; to use --cpus-per-gpu, remove it
 #SBATCH --requeue                # by this script, and by Slurm after a preemption or a dead node
 #SBATCH --open-mode=append       # a requeued job resumes in the same log
-#SBATCH --signal=B:USR1@120      # to this script, 120 s before the time limit
+#SBATCH --signal=B:USR1@120      # to this script, about 120 s before the time limit
 
 # The job has the environment of the shell that called sbatch or, with --export=NONE, the one of a
 # new login: then set SCRIPT and the like here, too. To use another environment, load it here:

@@ -22,11 +22,12 @@ It looks at
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
 - random_split, shuffle=True, DistributedSampler and, once, lists, arrays and tables of its data set
-- the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0
+- the length of OneCycleLR, CosineAnnealingLR, and a LambdaLR that ends at 0, if it or the run has more
+  than 15 steps
 - collectives that wait longer than 20 s, or the script's or its library's own limit, such as the 30
-  minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit,
-  not those of new_group, monitored_barrier, send and recv. With NCCL, it is torch that ends the ranks;
-  which collective they do not share, torchfrtrace tells: README.md
+  minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit, but
+  not one that is passed to new_group, nor those of monitored_barrier, send and recv. With NCCL, it is
+  torch that ends the ranks; which collective they do not share, torchfrtrace tells: README.md
 
 A `suspicion` may be meant so. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds, probes,
