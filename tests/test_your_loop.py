@@ -540,26 +540,35 @@ def test_the_same_metric(train_many, tmp_path):
 
 
 class Noise(Dataset):
+    def __init__(self):
+        self.own = np.random.default_rng(0)
+
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return np.array([torch.rand(1).item(), random.random(), np.random.rand()])
+        return np.array([torch.rand(1).item(), random.random(), np.random.rand(), self.own.random()])
+
+
+def seed_own(worker):
+    info = get_worker_info()
+    info.dataset.own = np.random.default_rng(info.seed)
 
 
 def noise():
     same = torch.Generator().manual_seed(0)
-    for workers, generator, alike in (
-        (2, None, [False, False, False]),
-        (2, same, [True, True, True]),
-        (0, None, [False, True, True]),
+    for workers, generator, seed, alike, drawn in (
+        (2, None, seed_own, [False, False, False, False], 16),
+        (2, None, None, [False, False, False, True], 14),  # and its two workers draw the same
+        (2, same, seed_own, [True, True, True, True], 16),
+        (0, None, None, [False, True, True, True], 16),
     ):
         random.seed(0)
         np.random.seed(0)
-        context = "fork" if workers else None
-        loader = DataLoader(Noise(), num_workers=workers, multiprocessing_context=context, generator=generator)
+        options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        loader = DataLoader(Noise(), generator=generator, worker_init_fn=seed, **options)
         first, second = gather(torch.cat([*loader]))
-        assert (first == second).all(dim=0).tolist() == alike and len({*first.flatten().tolist()}) == 12
+        assert (first == second).all(dim=0).tolist() == alike and len({*first.flatten().tolist()}) == drawn
 
 
 def frozen_and_unfrozen():
