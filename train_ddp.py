@@ -440,7 +440,7 @@ def parse_args():
     add("--batch-size", type=count, default=128, metavar="N", help="samples per forward pass")
     add("--accum-steps", type=count, default=1, metavar="N", help="forward passes per step")
     add("--lr", type=rate, default=3e-3, help="peak learning rate")
-    add("--scale-lr", action="store_true", help="--lr x global batch / 256 (Goyal et al., 2017)")
+    add("--scale-lr", action="store_true", help="for SGD: --lr x global batch / 256 (Goyal et al.)")
     add("--clip-grad-norm", type=positive(float, or_zero=True), default=0, help="limit; 0 is off")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of training; tests are fp32")
     add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="synthetic: no files")

@@ -43,7 +43,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
-- a metric that is not all-reduced, or samples that it counts twice, if not by a DistributedSampler
+- a metric that is not all-reduced, or samples that it leaves out, or counts twice if not by a
+  DistributedSampler
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
@@ -767,7 +768,8 @@ class Doctor:
             ]
             unsure = any(line.endswith((BUSY, SILENT)) for line in lines)
             if unsure:
-                lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer.")
+                lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer, but not")
+                lines.append("in a group for which new_group was given a timeout of its own.")
             lines += [
                 "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
                 "decides. If one rank evaluates alone, let it call the model: the wrapper's call may be a collective.",
@@ -894,7 +896,7 @@ def weights(state, params):
 @check("optimizer", differ)
 def learning_rates(state, params):
     """the learning rates differ
-    Give schedulers what is equal on all ranks: all-reduce a loss before `scheduler.step(loss)`, and all that
+    Call `scheduler.step()` on all ranks, with what is equal on all: all-reduce a loss before that, and all that
     decides when a loop ends. Of a checkpoint, load optimizer and scheduler on all ranks.
     """
     return state.steps, {f"of group {i}:": rate for i, rate in enumerate(state.rates)}
@@ -921,8 +923,9 @@ def random_numbers(state, params):
 @check("batches", overlap)
 def batches(name, hashes):
     """ranks get the same batches
-    Where they come from a data set, give each rank its own: a DistributedSampler, or a share of an
-    IterableDataset. Where they are drawn, as noise or windows of a text, give each rank a seed of its own.
+    Where they come from a data set, give each rank its own: a DistributedSampler, without rank= or with that among
+    all ranks, or a share of an IterableDataset. Where they are drawn, as noise or windows of a text, give each rank a
+    seed of its own.
     Wuziyi616/nerv#1, Boese0601/MagicDance#55, Smith42/astroPT#61, huggingface/datasets#5360"""
     # Batches that come back, as of a few short texts, may be the same by chance. If all are one, each counts.
     by_chance = 1 < len({*hashes}) < len(hashes)
@@ -966,6 +969,7 @@ def plain_tensors(model, state):
 def copies(model, owned, before):
     """copies of the model differ by rank, such as an average of its weights (EMA)
     Copy the model after DDP has wrapped it, as only then are the weights equal, and update the copies on all ranks.
+    Of a checkpoint, load them on all ranks.
     If only one rank uses its copy, it is right."""
     shapes, now = [[*p.shape] for p in model.parameters()], {}
     for other in [x for x in gc.get_objects() if type(x) is type(model) and x is not model]:
@@ -981,9 +985,9 @@ def copies(model, owned, before):
 
 @check("buffers", differ)
 def buffers(model):
-    """buffers differ, as each rank has updated them by itself
+    """buffers differ by rank
     All-reduce the sums and counts of each batch before you update them, or all-gather what a queue takes. (DDP
-    would take rank 0's statistics, and drop the others'.)
+    would take rank 0's statistics, and drop the others'.) Broadcast what is drawn, such as restarted codes.
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     return tensors(own_buffers(model))
 
@@ -1024,7 +1028,8 @@ def samplers(sampler):
 @check("data set", differ, "suspicion")
 def data_sets(sampler):
     """the data set of a DistributedSampler differs by rank
-    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw and split alike."""
+    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw and split alike. If each
+    rank has a share of its own, use shuffle=True: a DistributedSampler takes only a part of it."""
     if sampler.num_replicas != dist.get_world_size():
         return "", {}
     dataset = sampler.dataset
@@ -1036,6 +1041,7 @@ def data_sets(sampler):
 def same_order(sampler, again, evaluates):
     """a DistributedSampler gives the same order in two epochs
     Before each pass: sampler.set_epoch(number of the pass), or that + 1, where a loader's workers are a pass ahead.
+    If the sampler's class is yours: let __iter__ shuffle by seed + epoch.
     lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, ultralytics/yolov5#6741"""
     found = again and sampler.shuffle
     return "", {described(sampler.dataset): ""} if found else {}
@@ -1062,8 +1068,9 @@ def repeated_samples(sampler, again, evaluates):
 @check("schedules", alike, "suspicion")
 def schedule_lengths(schedules, passes):
     """a schedule has not the length of the run
-    If the run was not stopped early: count optimizer steps. W ranks take W times fewer than one, and accumulation
-    takes fewer, too.
+    If the run was not stopped early: give it the number of optimizer steps, and call its step() once for each. W
+    ranks take W times fewer steps than one, and accumulation takes fewer, too. Accelerate calls step() W times if it
+    has prepared the scheduler: give that one W times as many.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
     # With accumulation, a step has several passes. (With a GAN, it may have one and a half.)
