@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # Autograd lays out p.grad as p, such as in channels_last, so the view does, too.
+            # p.grad is laid out as p, which may be channels_last, and so is the view.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -120,8 +120,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. Between these two, a p.grad may be an unfinished sum, and with
-    "bucketed", one more backward() raises RuntimeError.
+    average() after the last. Before that, a p.grad may be an unfinished sum. With "bucketed", one
+    more backward() before average() raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it
-        # is in the bucket, which may be on its way, no backward() may add to it, even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
+        # not pending, this is one backward() too many, even in no_sync(): p.grad may be on its way.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -229,7 +229,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: this exits if the loss is not finite.
+            # Report before each save, too, as a report exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # W may differ on resuming, so count samples. The last step ends the epoch.
+                # A number of samples, as W may differ on resuming. The last step counts as all.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
