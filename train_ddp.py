@@ -61,7 +61,7 @@ def main(args):
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scale it for SGD only
-    # Fused is faster. The default beta of 0.999 averages over a thousand steps: for long runs.
+    # Fused is faster. A beta of 0.99 averages over 100 steps. The default, 0.999, is for long runs.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
@@ -86,7 +86,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too, as a report exits if the loss is not finite.
+            # Also before each save: sum_over_ranks_or_exit() exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -96,7 +96,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A number of samples, as W may differ on resuming. The last step counts as all.
+                # Count samples, as W may differ on resuming. After the last step, none are left.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

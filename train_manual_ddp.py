@@ -66,7 +66,7 @@ class Bucket:
         self.flat = params[0].detach().new_zeros(sum(p.numel() for p in params))
         self.views = {}  # each parameter's part of `flat`
         for p, part in zip(params, self.flat.split([p.numel() for p in params]), strict=True):
-            # p.grad is laid out as p, which may be channels_last, and so is the view.
+            # The view gets the strides of p (perhaps channels_last), as p.grad has them.
             self.views[p] = part.as_strided(p.size(), torch.empty_like(p).stride())
         self.pending = set(params)  # those whose gradient is not in `flat` yet
         self.work = None  # the all-reduce, once it has begun
@@ -121,7 +121,7 @@ class GradientAverager:
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
     average() after the last. Before that, a p.grad may be an unfinished sum. With "bucketed", one
-    more backward() before average() raises RuntimeError.
+    more backward() of the same parameters raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
-        # not pending, this is one backward() too many, even in no_sync(): p.grad may be on its way.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A second
+        # gradient of p is an error, even in no_sync(), as the first may be on its way already.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -204,7 +204,7 @@ def main(args):
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
     peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scale it for SGD only
-    # Fused is faster. The default beta of 0.999 averages over a thousand steps: for long runs.
+    # Fused is faster. A beta of 0.99 averages over 100 steps. The default, 0.999, is for long runs.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
@@ -229,7 +229,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too, as a report exits if the loss is not finite.
+            # Also before each save: sum_over_ranks_or_exit() exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A number of samples, as W may differ on resuming. The last step counts as all.
+                # Count samples, as W may differ on resuming. After the last step, none are left.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

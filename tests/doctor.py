@@ -1029,7 +1029,8 @@ def samplers(sampler):
 def data_sets(sampler):
     """the data set of a DistributedSampler differs by rank
     If in order or number, shares overlap; if in names of classes, labels differ: sort, draw and split alike. If each
-    rank has a share of its own, use shuffle=True: a DistributedSampler takes only a part of it."""
+    rank has a share of its own, use shuffle=True, as a DistributedSampler takes only a part of it, and equally many
+    steps."""
     if sampler.num_replicas != dist.get_world_size():
         return "", {}
     dataset = sampler.dataset
@@ -1069,8 +1070,8 @@ def repeated_samples(sampler, again, evaluates):
 def schedule_lengths(schedules, passes):
     """a schedule has not the length of the run
     If the run was not stopped early: give it the number of optimizer steps, and call its step() once for each. W
-    ranks take W times fewer steps than one, and accumulation takes fewer, too. Accelerate calls step() W times if it
-    has prepared the scheduler: give that one W times as many.
+    ranks take W times fewer steps than one, and accumulation takes fewer, too. By default, Accelerate calls step() W
+    times if it has prepared the scheduler: then give it W times as many.
     huggingface/diffusers#3954, Lightricks/LTX-Video-Trainer#67"""
     wrong, world = {}, dist.get_world_size()
     # With accumulation, a step has several passes. (With a GAN, it may have one and a half.)
