@@ -120,8 +120,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. Before that, ranks may still add up a p.grad. With "bucketed", one
-    more backward() of the same parameters raises RuntimeError.
+    average() after the last. Until it has returned, a p.grad may be in an all-reduce, and with
+    "bucketed", one more backward() of the same parameters raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it
-        # has been collected below, another backward() is an error, even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Then,
+        # its bucket may be sent: no backward() before average() may add to it, even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take the rate in the middle of the step. At the end of the last step, it would be 0.
+            # A step has the rate of its middle, step - 0.5. At the end of the last, it would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # A save needs this, too: sum_over_ranks_or_exit() exits if the loss is not finite.
+            # All ranks exit in here if the loss is not finite, so this also comes before a save.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -239,7 +239,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, not steps, as W may differ on resuming. A finished epoch has all.
+                # Count samples, as W may differ on resuming. The last step completes the epoch.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

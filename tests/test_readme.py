@@ -26,7 +26,7 @@ def lesson(words):
 BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in fenced("bash")]
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
-LADDER, WRONG, COMPARED, METRIC = (block for block in BLOCKS if "many_gpus" in block[-1] or "/tmp/" in block[-1])
+LADDER, WRONG, COMPARED, METRIC = (block for block in BLOCKS if re.search("many_gpus|/tmp/|metric", block[-1]))
 SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in line] for word in ("sbatch", "--link"))
 ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *COMPARED, *METRIC, *SUBMISSIONS, *LINKS)
 LESSONS = fenced("python")
