@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Then,
-        # its bucket may be sent: no backward() before average() may add to it, even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it is
+        # collected, it may be sent: no more backward() before average(), even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
