@@ -60,9 +60,10 @@ BF16 = (*SHORT, "--precision", "bf16")  # for which older CPUs need a minute wit
 
 
 @pytest.mark.parametrize(("model", "flags"), [(RESNET18, ()), (RESNET18, SHORT), (SMALL_ONE, BF16)])
-def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(model, flags, small_mnist, tmp_path):
+def test_twins_and_reruns_end_on_the_same_bits_at_two_processes(model, flags, tmp_path):
     """With ResNet18, whose gradients fill three buckets, where it does not take minutes."""
-    flags = ("--data-dir", small_mnist, "--train-size", 64, "--batch-size", 16, "--epochs", 2, *flags)
+    data = write_mnist(tmp_path / "data", test_size=11)
+    flags = ("--data-dir", data, "--train-size", 64, "--batch-size", 16, "--epochs", 2, *flags)
     results = []
     for way in ((DDP,), (DDP,), (MANUAL,), (MANUAL, "--sync", "flat"), (MANUAL, "--sync", "per-parameter")):
         metrics = tmp_path / str(len(results))

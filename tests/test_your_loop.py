@@ -235,7 +235,7 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
 
 
 def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
-    """Workers outlive torchrun's SIGTERM until their rank has saved, and the twin ends on the quiet run's weights."""
+    """The launcher starts it. Workers outlive its SIGTERM until their rank has saved, and the twin goes on."""
     for script in SCRIPTS:
         source = (ROOT / script).read_text()  # of two definitions, the later one counts
         source = source.replace("\nif __name__ ==", f"\n{lesson('def load_data')}\nif __name__ ==")
@@ -248,7 +248,8 @@ def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
     quiet = finish(tmp_path / DDP, *flags)
     assert "  test_samples 101\n" in quiet
     flags += ("--checkpoint", tmp_path / "ck.pt")
-    command = (*torchrun(2), SMALL_MODEL, tmp_path / f"workers_{DDP}", *flags)
+    launcher = (ROOT / "launch_multinode_ddp.sh", "--nproc-per-node=2", "--script", SMALL_MODEL, "--")
+    command = (*launcher, tmp_path / f"workers_{DDP}", *flags)
     with Background(*command, log=tmp_path / "log", PAUSE=0.5) as job:
         job.wait_for("step 2 ")
         job.process.terminate()
