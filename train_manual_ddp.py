@@ -158,8 +158,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once it is
-        # collected, it may be sent: no more backward() before average(), even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If an
+        # earlier backward(), outside of no_sync(), has collected it, it may be on its way already.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -223,13 +223,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # A step has the rate of its middle, step - 0.5. At the end of the last, it would be 0.
+            # The rate falls to 0 at the very end, so each step takes the rate at its own middle.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # All ranks exit in here if the loss is not finite, so this also comes before a save.
+            # Report before a save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

@@ -128,7 +128,7 @@ def test_flags_that_are_named_exist():
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
     others = "--rdzv-backend --rdzv-endpoint --rdzv-id --log-dir --tee --prefix --allow-incomplete-ranks"  # of torchrun
-    others += " --account --mem --array --partition --jobid --overlap --ipc --shm-size"  # of Slurm, of Docker
+    others += " --account --gpus-per-task --mem --array --partition --jobid --overlap --ipc --shm-size"  # Slurm, Docker
     assert named - ours <= {*others.split()}
 
 

@@ -655,7 +655,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,
-    "these z, added up over the ranks, are the gradient of the loss": gather_with_gradient,
+    "the part of the gradient that goes through its own z": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "after the wrapper, as the weights may differ by rank before. Update it on each rank. "

@@ -1,7 +1,7 @@
 """A loop to copy and to change. It has what most loops have, and resumes after the last epoch that it saved.
 
     torchrun --standalone --nproc-per-node=2 own_loop.py
-    SCRIPT=own_loop.py sbatch --nodes=1 --array=1-5%1 slurm_submit_ddp.sh    # five jobs, one after the other
+    SCRIPT=own_loop.py sbatch --nodes=1 --gpus-per-node=4 --array=1-5%1 slurm_submit_ddp.sh  # a chain
 
 The comments 1 to 7 are the seven changes that make it distributed, as in many_gpus.py.
 """
