@@ -443,6 +443,9 @@ def gather_with_gradient():
         values["loss"].backward()
         assert values["loss"] == 1 - 2 * (1 + 2) / (4 + 4)
         assert overlap.grad.sum().isclose(torch.tensor(2 * -2 / (4 + 4)))  # which DDP divides by world_size
+    losses = (torch.arange(4.0) + 2 * dist.get_rank()).requires_grad_()
+    values["gather"](losses).topk(2).values.mean().backward()  # the hardest, which are both of rank 1
+    assert losses.grad.tolist() == ([0, 0, 1, 1] if dist.get_rank() else [0] * 4)
 
 
 def accumulated():
