@@ -947,6 +947,7 @@ def test_hang(kind, places, loop):
         assert found == f"{word}: ranks have waited for others in vain"
         for rank, place in enumerate(places):
             assert f"        rank {rank}, after {place}, in <module>: " in ranks.output()
+        assert ("a worker of a DataLoader hangs" in ranks.output()) == ("slow" in kind)
 
 
 def test_hang_of_which_a_library_makes_an_end_of_its_own(loop, tmp_path):

@@ -250,7 +250,7 @@ def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
     flags += ("--checkpoint", tmp_path / "ck.pt")
     launcher = (ROOT / "launch_multinode_ddp.sh", "--nproc-per-node=2", "--script", SMALL_MODEL, "--")
     command = (*launcher, tmp_path / f"workers_{DDP}", *flags)
-    with Background(*command, log=tmp_path / "log", PAUSE=0.5) as job:
+    with Background(*command, log=tmp_path / "log", PAUSE=0.5, OMP_NUM_THREADS=1) as job:
         job.wait_for("step 2 ")
         job.process.terminate()
         assert job.wait() == 1 and not job.pids()
