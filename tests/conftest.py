@@ -34,8 +34,8 @@ for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # whoever starts the t
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and what it starts, too
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
 # For `Ranks`: a port that the system gives to whoever wants any might be taken again before rank 0 listens on it, so
-# these are below those. They begin elsewhere for each of pytest's workers, and for other tests at the same time.
-PORTS = itertools.count(10_000 + 997 * os.getpid() % 20_000)
+# these are below those. Each of pytest's workers begins hundreds away from others, also from those of other tests.
+PORTS = itertools.count(10_000 + 463 * os.getpid() % 19_000)
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
 FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
 

@@ -770,7 +770,8 @@ class Doctor:
             if unsure:
                 lines.append("If it was only slow: --timeout SECONDS, in front of the script, waits longer, but not")
                 lines.append("in a group for which new_group was given a timeout of its own.")
-                lines.append('If a worker of a DataLoader hangs: a newer Python, or multiprocessing_context="spawn".')
+                lines.append("If a worker of a DataLoader hangs: update Python 3.10 or 3.11, or give the DataLoader")
+                lines.append('multiprocessing_context="spawn", and the script an `if __name__ == "__main__":`.')
             lines += [
                 "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
                 "decides. If one rank evaluates alone, let it call the model: the wrapper's call may be a collective.",
