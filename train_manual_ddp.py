@@ -11,12 +11,14 @@ Unlike DDP, this copies no buffers in a step, as training does not read BatchNor
 statistics: `evaluate` copies them.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -315,7 +317,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     # When a rank dies, NCCL may return wrong sums before torch ends this process: see `timeout` in
     # the reference of init_process_group.
     if ranks != dist.get_world_size():
-        sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left: nothing is saved")
+        sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):
         sys.exit(f"{where}: the loss is not finite: try a lower --lr, or --clip-grad-norm 1")
     return sums
@@ -501,6 +503,7 @@ def catch_signals(args):
 
     for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
+    atexit.register(end_workers)
     return signals
 
 
@@ -508,6 +511,13 @@ def ignore_signals(worker):
     """Keep a DataLoader's worker alive: torchrun signals it, too, while its rank has to save."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_workers():
+    """Kill the workers of a failed rank: it waits for their end, but they ignore its SIGTERM."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would raise an error for each of them
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def save_checkpoint(args, model, optimizer, epoch, samples_done):

@@ -256,6 +256,10 @@ def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
         assert job.wait() == 1 and not job.pids()
         assert job.output().count("stopped by a signal") == 1 and "step 20 " not in job.output()
     assert weights(finish(tmp_path / MANUAL, *flags)) == weights(quiet)
+    source = (tmp_path / f"workers_{DDP}").read_text().replace("losses.append(loss)", "raise OSError(step)")
+    (tmp_path / "fails.py").write_text(source)
+    failed = run([sys.executable, SMALL_MODEL, tmp_path / "fails.py", *flags, "--epochs", 2])  # a fork ends otherwise
+    assert failed.stderr.endswith("OSError: 1\n"), failed.stderr
 
 
 def compared(source, nproc, folder):
