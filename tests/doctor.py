@@ -52,6 +52,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
+- one augmentation in all epochs
 - one order in all epochs, if not by DistributedSampler or a class made of it, or if the script keeps
   batches by other means than itertools.cycle(loader), or if workers take the order before the first
   step, or each epoch has a new optimizer, a new sampler beside the old one, or a new data set whose
@@ -157,7 +158,9 @@ def main(arguments=None):
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
-    replace(itertools, "cycle", doctor.cycle)
+    real = itertools.cycle  # it stays a class, as scripts may ask what is one
+    new = {"__new__": lambda cls, batches: doctor.cycle(functools.partial(real.__new__, cls), batches)}
+    itertools.cycle = type("cycle", (real,), new)
     doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
@@ -1184,8 +1187,11 @@ class Batches:
         if any(isinstance(x, torch.Tensor) and differs_within(x) for x in whole):
             self.hashes.append(digest(whole))
         batch = tree_map(lambda x: dict(x) if isinstance(x, collections.UserDict) else x, batch)  # of transformers
-        leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(batch)[0] if isinstance(x, torch.Tensor)]
-        leaves = {name: x for name, x in leaves if has_bytes(x)}
+        try:
+            leaves = {keystr(path): x for path, x in tree_flatten_with_path(batch)[0]}
+        except ValueError:  # of a class that gives no names, as in transformers 4
+            leaves = {f"[{i}]": x for i, x in enumerate(tree_leaves(batch))}
+        leaves = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor) and has_bytes(x)}
         # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
         # itself, as others, such as images of bytes, may be augmented; small ones, as of boxes, together.
         integers = {name: x for name, x in leaves.items() if not x.is_floating_point()}

@@ -40,6 +40,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
+assert isinstance(replay([]), replay)  # it is still a class
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -757,6 +759,18 @@ def test_a_class_made_of_dict():
         batches = doctor.Batches("x")
         batches.add(type("OfTheScript", (base,), {"__init__": with_more})(base(inputs=torch.rand(8, 2))))
         assert len(batches.hashes) == 1
+
+
+class Output(collections.OrderedDict):
+    pass
+
+
+def test_a_class_that_gives_no_names_as_in_transformers_4():
+    register = torch.utils._pytree.register_pytree_node
+    register(Output, lambda x: ([*x.values()], [*x]), lambda x, names: Output(zip(names, x, strict=True)))
+    batches = doctor.Batches("x")
+    batches.add(Output(hidden=torch.rand(8, 2)))
+    assert len(batches.samples) == 8
 
 
 def test_samples_are_told_apart_by_more_than_padding_and_borders():
