@@ -235,7 +235,7 @@ print({{open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/p
 
 
 def test_the_example_of_data_and_a_model_of_your_own(tmp_path):
-    """The launcher starts it. Workers outlive its SIGTERM until their rank has saved, and the twin goes on."""
+    """The launcher starts it. Workers outlive its SIGTERM until their rank has saved, but not a rank that fails."""
     for script in SCRIPTS:
         source = (ROOT / script).read_text()  # of two definitions, the later one counts
         source = source.replace("\nif __name__ ==", f"\n{lesson('def load_data')}\nif __name__ ==")
