@@ -127,8 +127,8 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = "--rdzv-backend --rdzv-endpoint --rdzv-id --log-dir --tee --prefix --allow-incomplete-ranks"  # of torchrun
-    others += " --account --gpus-per-task --mem --array --partition --jobid --overlap --ipc --shm-size"  # Slurm, Docker
+    others = "--rdzv-endpoint --log-dir --tee --prefix"  # of torchrun, torchfrtrace
+    others += " --account --mem --array --partition --jobid --overlap --ipc --shm-size"  # of Slurm, Docker
     assert named - ours <= {*others.split()}
 
 
