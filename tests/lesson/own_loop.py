@@ -30,6 +30,7 @@ device = torch.device("cuda" if cuda else "cpu")
 dist.init_process_group("nccl" if cuda else "gloo")  # 2. join the process group
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
+torch.manual_seed(SEED)  # also for a random_split, which has to be the same on all ranks
 train_set = MNIST("data", train=True, transform=Compose([RandomCrop(28, padding=2), ToTensor()]))
 val_set = MNIST("data", train=False, transform=ToTensor())  # as MNIST has no validation set
 # 3. split the data
@@ -43,7 +44,6 @@ options["multiprocessing_context"] = "fork" if WORKERS else None
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
 val_loader = DataLoader(val_set, sampler=share, **options)
 
-torch.manual_seed(SEED)
 layers = [nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten()]
 model = nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(576, 10)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -76,7 +76,7 @@ for epoch in range(first_epoch, EPOCHS):
     # same seeds, as hash() of numbers is the same in all runs. (That of strings is not.)
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    loss_sum, samples, hits = sums.unbind()  # views: `hits += 1` changes `sums`, too
+    loss_sum, samples, hits = sums.unbind()  # views: += on one of these changes `sums`, too
     disable = None if rank == 0 else True  # None: tqdm draws the bar in a terminal, and not in a file
     bar = tqdm(train_loader, leave=False, disable=disable)
     for i, batch in enumerate(bar, start=1):
