@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ import torch
 from conftest import (
     DDP,
     MANUAL,
+    ROOT,
     SCRIPTS,
     SMALL_MODEL,
     Background,
@@ -60,8 +62,11 @@ def undisturbed(flags, tmp_path_factory):
 
 
 def test_kills_at_any_moment_under_torchrun(saving, undisturbed, tmp_path):
-    command = (*torchrun(2, "--standalone", "--max-restarts=2"), SMALL_MODEL, MANUAL, *saving, "--save-every", 1)
-    with Background(*command, log=tmp_path / "log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, PAUSE=0.2) as job:
+    """By the command of the README."""
+    (command,) = re.findall("(?m)^TORCH_.* torchrun .*", (ROOT / "README.md").read_text())
+    flags = shlex.join(map(str, (*saving, "--save-every", 1)))
+    command = f"{command.replace(DDP, f'{SMALL_MODEL} {MANUAL}')} {flags}"
+    with Background("bash", "-c", command, log=tmp_path / "log", PAUSE=0.2) as job:
         disturb(job, 2, 1.5, random.Random(4))  # with this seed, rank 0 in a step, and rank 1 in the second start
         assert job.wait() == 0 and "resumed from" in job.output()
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")

@@ -27,8 +27,9 @@ BLOCKS = [[line.partition("  #")[0].strip() for line in block.splitlines()] for 
 ENTER = "python3 -m venv .venv && . .venv/bin/activate && pip install -r "
 TESTS = ENTER + "tests/requirements.txt && pytest tests"  # which is how these tests come to run
 LADDER, WRONG, COMPARED, METRIC = (block for block in BLOCKS if re.search("many_gpus|/tmp/|metric", block[-1]))
-SUBMISSIONS, LINKS = ([line for block in BLOCKS for line in block if word in line] for word in ("sbatch", "--link"))
-ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *COMPARED, *METRIC, *SUBMISSIONS, *LINKS)
+WORDS = "sbatch", "--link", "--max-restarts"
+SUBMISSIONS, LINKS, RESTARTS = ([line for block in BLOCKS for line in block if word in line] for word in WORDS)
+ELSEWHERE = (TESTS, *LADDER[1:], *WRONG, *COMPARED, *METRIC, *SUBMISSIONS, *LINKS, *RESTARTS)
 LESSONS = fenced("python")
 LESSON_FILES = ("one_gpu.py", "many_gpus.py", "own_loop.py")
 ONE, MANY, OWN = ((ROOT / "tests" / "lesson" / name).read_text() for name in LESSON_FILES)
@@ -127,8 +128,7 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = "--rdzv-endpoint --log-dir --tee --prefix"  # of torchrun, torchfrtrace
-    others += " --account --mem --array --partition --jobid --overlap --ipc --shm-size"  # of Slurm, Docker
+    others = "--rdzv-endpoint --log-dir --tee --prefix --mem --array --jobid --overlap --ipc --shm-size"  # not of this project
     assert named - ours <= {*others.split()}
 
 
