@@ -81,9 +81,9 @@ elif ((${#hosts[@]} == 0)); then
     eval "exec env $(command_of "${node_rank:-0}")" # as it is printed
 fi
 
-# Each ssh reads from a pipe that closes when this script ends, in whatever way. A watcher on the
-# host then sends torchrun a SIGTERM. torchrun passes it on, and kills the training after 30 s. A
-# torchrun whose ranks have ended waits for other hosts, and ignores SIGTERM: so SIGKILL follows.
+# Each ssh reads from a pipe that closes when this script ends, in whatever way. If the host is then
+# in reach, a watcher there sends torchrun a SIGTERM. torchrun passes it on, and kills the training
+# after 30 s. If its ranks have ended, it waits for other hosts, and ignores SIGTERM: so SIGKILL follows.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 end="kill \$torchrun; timeout $patience tail --pid=\$torchrun -f /dev/null || kill -9 \$torchrun"
@@ -110,6 +110,7 @@ done
 stop() { # exit code, reason
     ((code == 0)) || return
     echo "$2: stopping all hosts" >&2
+    (($1 != 255)) || echo 'This is of ssh: look whether the training there goes on before you start again' >&2
     code=$1 SECONDS=0
     kill "$pipe" 2>/dev/null # Ctrl-C may have done so
 }

@@ -36,7 +36,7 @@ set -uo pipefail # the scripts of conda and modules do not bear this, so it come
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # In an array, requeue a task as 123_4, as the SLURM_JOB_ID of the last task is that of the whole array.
 # If sbatch was called in such a task, this job has that task's SLURM_ARRAY_*: is 123_4 really this job?
-job=$SLURM_JOB_ID task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
+job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
 # 30 s, however long the grace time is. torch before 2.12 ignores the variable.
@@ -87,8 +87,9 @@ save_and_stop() {
     # Ranks that have just begun have no handler, and ignore it. So it comes again after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
-trap '' USR1 # without a checkpoint, the training uses the time that is left
-if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1; fi
+trap '' USR1            # without a checkpoint, the training uses the time that is left
+trap 'kill "$srun"' INT # Ctrl-C in a shell of salloc would end this script alone
+if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1 && trap 'kill -USR1 "$srun"' INT; fi
 while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this
 done

@@ -124,6 +124,7 @@ def test_one_host_fails_and_all_stop(hosts, cwd, path, code, words, network, tmp
     result = run(network.login.inside(LAUNCHER, *flags, cwd=cwd), PATH=f"{path}{os.environ['PATH']}")
     assert result.returncode == code and re.search(f"(?m)^{words}", result.stdout), result.stdout
     assert re.search(rf"(?m)^\w+ ended with exit code {code}: stopping all hosts$", result.stderr)
+    assert ("look whether the training there goes on" in result.stderr) == (code == 255)
     network.wait_until_empty()
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from cluster import SLURM_TOOLS, SMALL, WORKER, Slurm, require, wait_until
-from conftest import ROOT, SCRIPTS, SMALL_MODEL, finish, run, weights
+from conftest import ROOT, SCRIPTS, SMALL_MODEL, Background, finish, run, weights
 from test_readme import README, SUBMISSIONS
 
 pytestmark = pytest.mark.cluster
@@ -134,6 +134,20 @@ def test_an_interactive_allocation(slurm, submit, tmp_path):
     for flags, ranks in {salloc: 4, by_task: 2}.items():
         output = slurm.command("salloc", *flags.split(), "bash", SUBMIT, SCRIPT=tmp_path / "worker.py")
         assert output.count("started 2 8 100") == ranks
+
+
+@pytest.mark.parametrize(("flag", "saves"), [("--checkpoint", 1), ("--metrics", 0)])
+def test_ctrl_c_in_an_allocation(flag, saves, slurm, submit, tmp_path):
+    """In a shell that lives on, where the step would, too."""
+    shell = f"bash {SUBMIT} {flag}; echo left: $(squeue --noheader --steps --format=%j)."
+    command = slurm.login.inside("salloc", "--nodes=1", "bash", "-c", f": ; {shell}", cwd=tmp_path)
+    with Background(*command, log=tmp_path / "log", **slurm.env, SCRIPT=tmp_path / "worker.py") as job:
+        job.wait_for("started")
+        slurm.login.signal(signal.SIGINT, f"bash {SUBMIT} {flag} ")
+        job.wait()
+        assert job.output().count("saving") == saves and "left: ." in job.output()
+    alone = run(["bash", SUBMIT])
+    assert alone.returncode and "submit this with sbatch" in alone.stderr
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
