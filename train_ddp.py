@@ -216,8 +216,8 @@ def equal_weights_sha256(model):
     return hashes[0]
 
 
-# The lesson ends here. For a model and data of your own, replace `build_model`, `load_data` and
-# `data_flags`. The loss is in `train_step` and in `evaluate`, and the optimizer in `main`.
+# The lesson ends here. For a model and data of your own, replace `build_model`, `load_data`, `load`
+# and `data_flags`. The loss is in `train_step` and in `evaluate`, and the optimizer in `main`.
 
 TRAIN_IMAGES, TEST_IMAGES, CLASSES = 60_000, 10_000, 10
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, scaled to [0, 1]
