@@ -44,7 +44,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
 - a metric that is not all-reduced, or samples that it leaves out, or counts twice if not by a
-  DistributedSampler
+  DistributedSampler, or by one that shuffles where gradients are off only inside the loop
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
