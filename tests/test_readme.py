@@ -128,7 +128,7 @@ def test_flags_that_are_named_exist():
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
         for text in (README, "".join((ROOT / name).read_text() for name in files))
     )
-    others = "--rdzv-backend --rdzv-endpoint --log-dir --tee --prefix --mem --array --jobid --overlap --ipc --shm-size"
+    others = "--log-dir --tee --prefix --mem --array --jobid --overlap --ipc --shm-size"
     assert named - ours <= {*others.split()}
 
 
