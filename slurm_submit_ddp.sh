@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue a task as 123_4, as the SLURM_JOB_ID of the last task is that of the whole array.
-# If sbatch was called in such a task, this job has that task's SLURM_ARRAY_*: is 123_4 really this job?
+# In an array, requeue a task by its name, 123_4: the SLURM_JOB_ID of the last task is that of the whole
+# array. But a job that such a task has submitted inherits its SLURM_ARRAY_*: so is 123_4 this job?
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,14 +43,14 @@ job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_A
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, Slurm puts a wrong 1 in place of a SLURM_CPUS_PER_TASK of sbatch's environment.
+# With --cpus-per-gpu, a SLURM_CPUS_PER_TASK that was set where sbatch was called becomes 1, which is wrong.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}
 gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc sets no SLURM_GPUS_ON_NODE
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
-# Unset what would limit srun: values for one task, or of a shell of srun or salloc, would keep
-# torchrun from the rest of the job's CPUs and GPUs, or contradict the job's memory.
+# Unset limits that are meant for one task, or come from a shell of srun or salloc: with them, torchrun
+# would not get all CPUs and GPUs of the job, or srun would refuse the job's memory.
 unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

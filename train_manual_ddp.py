@@ -225,13 +225,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # At the end of training, the rate is 0: so each step takes that of half a step before.
+            # The rate ends at 0, so each step takes the rate at its middle.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before a save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
+            # Report before a save, too: a run whose loss is not finite ends there, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
