@@ -35,7 +35,7 @@
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # In an array, requeue a task by its name, 123_4: the SLURM_JOB_ID of the last task is that of the whole
-# array. But a job that such a task has submitted inherits its SLURM_ARRAY_*: so is 123_4 this job?
+# array. But a job that such a task has submitted inherits SLURM_ARRAY_*: so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,7 +43,7 @@ job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_A
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, a SLURM_CPUS_PER_TASK that was set where sbatch was called becomes 1, which is wrong.
+# With --cpus-per-gpu, Slurm turns an inherited SLURM_CPUS_PER_TASK into 1: unset it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}

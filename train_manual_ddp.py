@@ -122,7 +122,7 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. Until it has returned, a p.grad may be in an all-reduce, and with
+    average() after the last. Until average() returns, a p.grad may be in an all-reduce, and with
     "bucketed", one more backward() of the same parameters raises RuntimeError.
     """
 
@@ -225,13 +225,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate ends at 0, so each step takes the rate at its middle.
+            # Take the rate at the middle of the step: at the end of the last one, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before a save, too: a run whose loss is not finite ends there, unsaved.
+            # Report before a save, too: the sum below ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may differ on resuming. After an epoch, all count as used.
+                # Count samples, as W may differ on resuming; after an epoch, also those left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -409,12 +409,12 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Each of `batches` is a tensor of indices. As all images are in memory, dataset[tensor] is a
-    # whole batch, and batch_size=None adds no batching. For files, where dataset[i] is one sample:
+    # Each of `index_batches` is a tensor. As all images are in memory, dataset[tensor] is a whole
+    # batch, and batch_size=None adds no batching. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
-    batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
-    return DataLoader(dataset, batch_size=None, sampler=batches)
+    index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
+    return DataLoader(dataset, batch_size=None, sampler=index_batches)
 
 
 def read_mnist(folder):
@@ -501,7 +501,7 @@ def catch_signals(args):
         if number == signal.SIGINT and not dist.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
+    for number in SIGNALS:  # not Python's handler of Ctrl-C, which could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     atexit.register(end_workers)  # as ignore_signals keeps them alive
     return signals
