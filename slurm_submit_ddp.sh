@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue a task by its name, 123_4: the SLURM_JOB_ID of the last task is that of the whole
-# array. But a job that such a task has submitted inherits SLURM_ARRAY_*: so check that 123_4 is this job.
+# In an array, requeue a task by its name, 123_4: the SLURM_JOB_ID of the last task would requeue the whole
+# array. But SLURM_ARRAY_* may be inherited from a task that called sbatch: so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after

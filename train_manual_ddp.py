@@ -225,13 +225,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take the rate at the middle of the step: at the end of the last one, it is 0.
+            # Take the rate at the middle of the step: at the end of the final step, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before a save, too: the sum below ends a run whose loss is not finite.
+            # Sum up before a save, too: if the loss is not finite, this ends the run unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may differ on resuming; after an epoch, also those left out.
+                # Count samples, as W may differ on resuming; after an epoch, all of them are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -403,7 +403,7 @@ def load_data(args, rank, local_rank, device):
 
 
 def data_flags(args):
-    """Return what decides the samples and their order: with other values, no run may resume."""
+    """Return what decides the samples and their order: a run resumes only with the same values."""
     return f"--dataset {args.dataset} --train-size {args.train_size} --seed {args.seed}"
 
 
@@ -514,7 +514,7 @@ def ignore_signals(worker):
 
 
 def end_workers():
-    """Kill the workers of a failed rank: it waits for their end, but they ignore its SIGTERM."""
+    """Kill a failed rank's workers: they ignore SIGTERM, so it would wait for ever for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would raise an error for each of them
     for worker in multiprocessing.active_children():
         worker.kill()
