@@ -83,7 +83,7 @@ fi
 
 # Each ssh reads from a pipe that closes when this script ends, in whatever way. If the host is then
 # in reach, a watcher there sends torchrun a SIGTERM. torchrun passes it on, and kills the training
-# after 30 s. If its ranks have ended, it waits for other hosts, and ignores SIGTERM: so SIGKILL follows.
+# after 30 s. A torchrun whose ranks have ended waits for other hosts, and ignores SIGTERM: so SIGKILL follows.
 exec 3< <(exec tail --pid=$$ -f /dev/null)
 pipe=$! code=0 pids=() patience=$((${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30} + 5))
 end="kill \$torchrun; timeout $patience tail --pid=\$torchrun -f /dev/null || kill -9 \$torchrun"
@@ -97,8 +97,8 @@ label() { # print what a host prints, with its name in front
     cat >/dev/null
     return 1
 }
-# ssh and sed inherit this: Ctrl-C must not end them before the training has saved. An ssh that shares
-# a connection (ControlMaster) does not, so setsid keeps Ctrl-C from it.
+# ssh and sed inherit the trap: Ctrl-C must not end them before the training has saved. An ssh that
+# shares a connection (ControlMaster) resets it, so setsid keeps Ctrl-C from this ssh.
 trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"

@@ -10,7 +10,7 @@
 #
 # Add --account and --partition as your site asks. Submit it on a disk that all nodes share: relative
 # paths, SCRIPT's too, begin there. With --checkpoint, a job saves about 120 s before its time is up, is
-# requeued, and resumes. Without, train_ddp.py begins anew if Slurm requeues it, as after a
+# requeued, and resumes. Without it, train_ddp.py begins anew if Slurm requeues it, as after a
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
 # remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue a task by its name, 123_4: the SLURM_JOB_ID of the last task would requeue the whole
-# array. But SLURM_ARRAY_* may be inherited from a task that called sbatch: so check that 123_4 is this job.
+# In an array, requeue a task by its name, 123_4, as the last task's SLURM_JOB_ID is that of the array.
+# If a task has called sbatch, SLURM_ARRAY_* are that task's: so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,7 +43,7 @@ job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_A
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, Slurm turns an inherited SLURM_CPUS_PER_TASK into 1: unset it.
+# With --cpus-per-gpu, SLURM_CPUS_PER_TASK may be a wrong 1: unset it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}

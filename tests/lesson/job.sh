@@ -4,8 +4,8 @@
 # Add --account, --partition, --time and --mem as your site asks. Some sites want --gres=gpu:4 in
 # place of --gpus-per-node=4. Each process and each of its loader's workers needs a CPU: 16 are
 # enough for 4 processes with 3 workers each.
-# Submit it in the repository's folder, on a shared disk, with your environment active, or with
-# `sbatch --export=NONE`, and activate it here: module load ...; source .venv/bin/activate
+# Submit it in the repository's folder, on a shared disk, with your environment active. Or pass
+# --export=NONE to sbatch, and activate the environment here: source .venv/bin/activate
 MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # rank 0's node
 PORT=$((10000 + SLURM_JOB_ID % 20000))                              # two jobs may share a node
 export MASTER PORT
