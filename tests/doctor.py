@@ -16,8 +16,8 @@ It looks at
   steps that it prints are those of all optimizers
 - tensors, in lists and dicts, that a DataLoader yields, in its first four passes, or that DDP's
   forward pass in train() gets, if none has a grad_fn; whole batches in objects such as graphs, too. It
-  knows a sample by its bytes. If the ranks augment samples, it knows a batch by its labels or other
-  integers, if there are 8 or more
+  knows a sample by its bytes. If the ranks augment samples, it knows a batch by 8 or more integers, such
+  as labels, if some of these come again in later batches
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -44,8 +44,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
 - a metric that is not all-reduced, or that leaves samples out
-- samples that a metric counts twice, unless a DistributedSampler repeats them; nor these, if it
-  shuffles, and gradients are off only inside the loop
+- samples that a metric counts twice, unless a DistributedSampler repeats them; nor those, if the
+  sampler shuffles, and gradients are off only inside the loop
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in

@@ -13,5 +13,4 @@ correct = 0
 with torch.no_grad():
     for images, labels in DataLoader(test_set, batch_size=64):
         correct += (model(images).argmax(dim=1) == labels).sum().item()
-# After a training on GPUs, this may differ by an image or two.
 print(f"accuracy {correct / len(test_set):.2%}")
