@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue 123_4, not SLURM_JOB_ID: the last task's is that of the whole array. A job that was
-# submitted in a task of an array inherits its SLURM_ARRAY_*: so check that 123_4 is this job.
+# In an array, requeue 123_4: the last task's SLURM_JOB_ID is also the id of the whole array. A job that
+# was submitted in a task of an array inherits its SLURM_ARRAY_*: so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -62,7 +62,7 @@ start_torchrun() {
     processes=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}} number=$processes
     cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
     # With NPROC_PER_NODE=gpu, torchrun starts a process for each GPU that it sees. If Slurm does not
-    # know the number of GPUs, take that of CPUs: so each process gets one thread.
+    # know the number of GPUs, give each process one thread.
     [[ $processes == [1-9]* ]] || number=${SLURM_GPUS_ON_NODE:-$cpus}
     # By default, each of several processes would get one thread, and a single process all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > number ? cpus / number : 1))}

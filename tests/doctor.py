@@ -12,8 +12,8 @@ another, run it again when it is fixed.
 
 It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
-  every 100th, and at the end, unless the script has changed the parameters since the last step; the
-  steps that it prints are those of all optimizers
+  every 100th, and at the end, unless the script has changed the parameters since the last step; it
+  counts the steps of all optimizers together
 - tensors, in lists and dicts, that a DataLoader yields, in its first four passes, or that DDP's
   forward pass in train() gets, if none has a grad_fn; whole batches in objects such as graphs, too. It
   knows a sample by its bytes. If the ranks augment samples, it knows a batch by 8 or more integers, such
