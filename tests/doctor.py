@@ -53,7 +53,7 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
   draw unequal numbers
-- one augmentation in all epochs
+- one augmentation in all epochs, and what a checkpoint lacks
 - one order in all epochs, if not by DistributedSampler or a class made of it, or if the script keeps
   batches by other means than itertools.cycle(loader), or if workers take the order before the first
   step, or each epoch has a new optimizer, a new sampler beside the old one, or a new data set whose

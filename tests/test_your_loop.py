@@ -37,7 +37,7 @@ from conftest import (
     write_mnist,
 )
 from test_checkpoint import killed_in_a_save
-from test_readme import COMPARED, MANY, METRIC, OWN, README, lesson
+from test_readme import COMPARED, MANY, METRIC, ONE, OWN, README, lesson
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -281,6 +281,13 @@ def test_the_commands_that_compare_losses(tmp_path):
     result = run(["bash", "-c", "\n".join(COMPARED).replace("/tmp/", "")], cwd=tmp_path, OMP_NUM_THREADS=1)
     steps = steps_in(result.stdout)
     assert len(steps) == 40 and sum(steps[:20], ()) == pytest.approx(sum(steps[20:], ()), rel=1e-4), result.stderr
+
+
+def test_the_loop_for_one_gpu_has_the_same_losses(tmp_path):
+    (sampler,) = re.findall(r"`(sampler=DistributedSampler\(.*?\))`", README)
+    source = ONE.replace("import DataLoader", "import DataLoader, DistributedSampler").replace("shuffle=True", sampler)
+    one, two = compared(source.replace("64, s", "128, s"), 1, tmp_path / "one"), compared(MANY, 2, tmp_path / "two")
+    assert len(one) == 8 and sum(one, ()) == pytest.approx(sum(two, ()), rel=1e-4)
 
 
 # All kinds of noise, and a loss that is computed within the step.
