@@ -82,13 +82,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take the rate at mid-step, as the last step's would otherwise be 0.
+            # Take step - 0.5, as the last step's rate would otherwise be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Sum up before a save, too: this exits if the loss is not finite, before it is saved.
+            # Sum up before a save, too: if the loss is not finite, this exits and nothing is saved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -98,7 +98,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may differ on resuming: a whole epoch counts as the whole set.
+                # Save samples, not steps, as W may differ on resuming: after an epoch, all of them.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -359,7 +359,7 @@ def catch_signals(args):
 
     for number in SIGNALS:  # not Python's handler of Ctrl-C, which could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
-    atexit.register(end_workers)  # as ignore_signals keeps them alive
+    atexit.register(end_workers)  # of the loaders, as ignore_signals keeps them alive
     return signals
 
 
