@@ -119,6 +119,11 @@ FOLLOWS = {  # what is not said after what
     "copies of the model": "the ranks' weights differ",
     "the ranks' weights differ": "the learning rates differ",
 }
+UNWRAPPED = [
+    "No DDP has these parameters: wrap the model, and in training, call the wrapper. Where gradients are averaged by",
+    "hand: begin with equal weights, and average all gradients in each step.",
+]
+UNCALLED = ["The script has not called the wrapper, only the model: in training, call the wrapper."]
 # The last may be elsewhere, as in a user's own site-packages.
 LIBRARIES = (*sysconfig.get_paths().values(), __file__, "<", os.path.dirname(os.path.dirname(torch.__file__)))
 
@@ -337,6 +342,7 @@ class Doctor:
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
         self.optimizers, self.states, self.kept = weakref.WeakKeyDictionary(), [], {}
         self.wrappers, self.samplers = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self.called = weakref.WeakSet()  # wrappers; under torch.compile, this is not seen
         self.loaders, self.iterators = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self.classes = {DistributedSampler}  # whose orders it follows
         # By data set or what is in it, the last that was trained on, and its sampler.
@@ -417,7 +423,7 @@ class Doctor:
             return
         when = "at the end" if count == "the end" else f"after optimizer step {self.steps}"
         with self.lock:  # a loader may run in a thread of the script's
-            self.waiting[place, key, count] = when, facts
+            self.waiting[place, key, count] = when, facts, getattr(things[0], "cause", [])
             self.compare()
 
     def compare(self):
@@ -426,19 +432,20 @@ class Doctor:
         # The last is asked for first: when it is there, so are those before it, which may be its cause.
         there = [look for look in reversed(keys) if self.store.check(keys[look])]
         for look in reversed(there):
-            when, facts = self.waiting.pop(look)
+            when, facts, cause = self.waiting.pop(look)
             texts = [facts, *map(self.store.get, keys[look])]
             for key in keys[look]:  # or the store would grow all the time
                 self.store.delete_key(key)
             for check, *ranks in zip(CHECKS[look[0]], *map(json.loads, texts), strict=True):
-                self.judge(*check, when, *zip(*ranks, strict=True))
+                self.judge(*check, when, cause, *zip(*ranks, strict=True))
 
-    def judge(self, look, compare, word, when, kinds, found):
+    def judge(self, look, compare, word, when, cause, kinds, found):
         """On rank 0, say what a check finds. Things of unequal kinds are not comparable."""
         names = compare(*found) if kinds.count(kinds[0]) == len(kinds) else []
         if names:
             what, *lines = (line.strip() for line in look.__doc__.splitlines())
             remedy = [line for line in lines if line and "#" not in line]  # where it happened has a number
+            remedy = cause or remedy if look is weights else remedy
             more = f" and {len(names) - 3} more" * (len(names) > 3)
             seen = f": {', '.join(names[:3])}{more}; first seen {when}"
             self.say(f"{word}: {what}", seen, *remedy)
@@ -471,6 +478,8 @@ class Doctor:
         state.steps += 1
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
         state.norms = norms(optimizer)
+        called = any(ref() in self.called for ref in state.wrappers) or torch._dynamo.utils.counters["frames"]
+        state.cause = UNWRAPPED if not state.wrappers else [] if called else UNCALLED
         # What has taken a step lately is kept for the look at the end, before which `main()` may return.
         self.kept = {key: kept for key, kept in self.kept.items() if self.steps - kept[0] < 100}
         self.kept[state.key] = self.steps, optimizer, state.model()
@@ -495,6 +504,7 @@ class Doctor:
         first = next(iter(params), None)  # a rank of ZeroRedundancyOptimizer may have none
         wrappers = [ddp for ddp in self.wrappers if any(p is first for p in ddp.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
+        state.wrappers = [*map(weakref.ref, wrappers)]
         # Before it wraps the model, one rank may have tried steps on a copy, by an optimizer of the same kind.
         kind = f"{type(optimizer).__name__} {digest([sorted([*p.shape] for p in params), bool(wrappers)])}"
         state.key = f"{kind} {next(self.number[kind])}"
@@ -514,6 +524,7 @@ class Doctor:
         if self.store is None or not torch.is_grad_enabled():
             return
         self.passes += 1
+        self.called.add(ddp)
         if not ddp.module.training:
             return
         if ddp not in self.wrappers:  # it is a copy
@@ -889,11 +900,11 @@ def overlap(*ranks, part=0.5):
 @check("optimizer", differ)
 def weights(state, params):
     """the ranks' weights differ
-    The cause is probably one of these: the model is not wrapped in DDP; the script calls the model, not the
-    wrapper; layers were unfrozen or added after wrapping; a step does not use all layers; only one rank has loaded
-    the weights or the optimizer's state; no_sync() covers the last forward pass of a step; backward() is called
-    twice after one forward pass; torch.autograd.grad is called, not backward(); weights or gradients are changed by
-    numbers that differ by rank; ranks decide by themselves to skip a step or to leave a loop.
+    The cause is probably one of these: a pass calls the model, not the wrapper; layers were unfrozen or added after
+    wrapping; a step does not use all layers; only one rank has loaded the weights or the optimizer's state;
+    no_sync() covers the last forward pass of a step; backward() is called twice after one forward pass;
+    torch.autograd.grad is called, not backward(); weights or gradients are changed by numbers that differ by rank;
+    ranks decide by themselves to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
     return kind, tensors(zip(state.names, params, strict=False))[1]

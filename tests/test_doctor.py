@@ -355,7 +355,7 @@ if kind in ("dropout", "one seed", "one seed, by a sampler", "noisy files", "shu
     torch.manual_seed(0)
 noise = torch.Generator().manual_seed(0 if kind == "noise" else rank)
 large, begun = torch.ones(1000, 1000, requires_grad=True), time.monotonic()
-ddp = torch.compile(ddp, backend="eager") if kind == "compiled" else ddp
+ddp = torch.compile(ddp, backend="eager") if "compiled" in kind else ddp
 groups = [dist.new_group(), dist.new_group()] if kind == "groups" else []
 if kind == "its own limit":
     dist.new_group([0])
@@ -540,6 +540,7 @@ MISTAKES = {
     "and rank 0 has tried a step before": ("tries, module", "weights differ: layers.0.weight, layers"),
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
+    "unfrozen under torch.compile": ("unfrozen, compiled", "weights differ: module.head.weight, module.head.bias"),
     "unfrozen after wrapping, before the last step": ("unfrozen at last", "weights differ: head.weight, .* the end"),
     "unfrozen after wrapping, late": ("unfrozen late", "weights differ: head.weight, head.bias; .* step 100"),
     "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
@@ -640,6 +641,14 @@ def examine(*arguments):
     doctor.main([*map(str, arguments)])
 
 
+CAUSES = {  # of weights that differ, for some kinds
+    "module": "has not called the wrapper, only the model",
+    "generator": "No DDP has these parameters",
+    "unfrozen": "layers were unfrozen or added after",
+    "unfrozen, compiled": "layers were unfrozen or added after",
+}
+
+
 def findings(output):
     return re.findall("^doctor: ((?:mistake|suspicion): .*)\n {8}\\S", output, re.M)
 
@@ -651,6 +660,7 @@ def test_mistake(where, loop):
         assert ranks.wait() == [1, 0]
         (found,) = findings(ranks.output())
         assert re.match(what if what.startswith("suspicion: ") else f"mistake: .*{what}", found)
+        assert CAUSES.get(kind, "") in ranks.output()
         assert re.search(r"passes through DDP: 1 finding: .*\n\Z", ranks.output())
 
 
