@@ -789,7 +789,7 @@ class Doctor:
                 lines.append('multiprocessing_context="spawn", and the script an `if __name__ == "__main__":`.')
             lines += [
                 "All ranks have to reach the same collectives: give them equally many batches, and all-reduce what",
-                "decides. If one rank evaluates alone, let it call the model: the wrapper's call may be a collective.",
+                "decides. If one rank evaluates alone, let it call `ddp.module`: a call of the wrapper may be one.",
             ]
             if all(lines):
                 word = "suspicion" if unsure else "mistake"
@@ -929,9 +929,9 @@ def step_counts(state, params):
 @check("optimizer", alike, "suspicion")
 def random_numbers(state, params):
     """all ranks draw the same random numbers
-    If ranks share what is drawn, as an order of which each takes its part, it is right: draw it from a
-    generator of its own. If it makes noise, dropout or data: torch.manual_seed(hash((seed, epoch, rank))), after
-    the model is made and after any other seed; random.seed and, modulo 2**32, numpy.random.seed, too.
+    If ranks share what is drawn, as an order of which each takes its part, or one rank broadcasts it, it is right:
+    draw it from a generator of its own. If it makes noise, dropout or data: torch.manual_seed(hash((seed, epoch,
+    rank))), after the model is made and after any other seed; random.seed and, modulo 2**32, numpy.random.seed, too.
     threestudio-project/threestudio#195, Shark-NLP/DiffuSeq#37"""
     # Once may be a decision of all.
     return "", {name: drawn for name, drawn in state.draws.items() if len(drawn) == 3}
