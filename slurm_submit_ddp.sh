@@ -34,8 +34,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue ARRAY_TASK, such as 123_4: the last task's plain id means the whole array. Check
-# that it is this job, as one that was submitted in a task of an array inherits its SLURM_ARRAY_*.
+# In an array, requeue 123_4: the last task's plain id means the whole array. Check first: a job that was
+# submitted from an array's task inherits that task's SLURM_ARRAY_*.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
@@ -43,7 +43,7 @@ job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_A
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
-# With --cpus-per-gpu, SLURM_CPUS_PER_TASK may be a wrong 1: unset it.
+# With --cpus-per-gpu, SLURM_CPUS_PER_TASK may wrongly be 1: unset it.
 [[ $(scontrol show job "$SLURM_JOB_ID") != *CPUs/Task=1\ *CpusPerTres=* ]] || unset SLURM_CPUS_PER_TASK
 tasks=${SLURM_TASKS_PER_NODE%%[^0-9]*}
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * tasks))}

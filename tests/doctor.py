@@ -14,10 +14,9 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; it
   counts the steps of all optimizers together
-- tensors, in lists and dicts, that a DataLoader yields, in its first four passes, or that DDP's
-  forward pass in train() gets, if none has a grad_fn; whole batches in objects such as graphs, too. It
-  knows a sample by its bytes. If the ranks augment samples, it knows a batch by 8 or more integers, such
-  as labels, if some of these come again in later batches
+- tensors, also in lists and dicts: of a DataLoader's first four passes, or DDP's inputs in train(), if
+  none of these has a grad_fn; also whole batches in objects, such as graphs. It knows a sample by its
+  bytes, and augmented batches by 8 or more integers, such as labels, some of which recur in later batches
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -44,8 +43,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
 - a metric that is not all-reduced, or that leaves samples out
-- samples that a metric counts twice, unless a DistributedSampler repeats them; nor those, if the
-  sampler shuffles, and gradients are off only inside the loop
+- samples that a metric counts twice, unless a DistributedSampler repeats them, and it does not shuffle,
+  or no_grad() is around the whole loop
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
