@@ -478,7 +478,8 @@ class Doctor:
         state.rates = [float(group.get("lr") or 0) for group in optimizer.param_groups]
         state.norms = norms(optimizer)
         called = any(ref() in self.called for ref in state.wrappers) or torch._dynamo.utils.counters["frames"]
-        state.cause = UNWRAPPED if not state.wrappers else [] if called else UNCALLED
+        if called and state.cause is UNCALLED:
+            state.cause = []  # from now on, as a second wrapper may replace the one that was called
         # What has taken a step lately is kept for the look at the end, before which `main()` may return.
         self.kept = {key: kept for key, kept in self.kept.items() if self.steps - kept[0] < 100}
         self.kept[state.key] = self.steps, optimizer, state.model()
@@ -503,7 +504,7 @@ class Doctor:
         first = next(iter(params), None)  # a rank of ZeroRedundancyOptimizer may have none
         wrappers = [ddp for ddp in self.wrappers if any(p is first for p in ddp.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
-        state.wrappers = [*map(weakref.ref, wrappers)]
+        state.wrappers, state.cause = [*map(weakref.ref, wrappers)], UNCALLED if wrappers else UNWRAPPED
         # Before it wraps the model, one rank may have tried steps on a copy, by an optimizer of the same kind.
         kind = f"{type(optimizer).__name__} {digest([sorted([*p.shape] for p in params), bool(wrappers)])}"
         state.key = f"{kind} {next(self.number[kind])}"

@@ -404,7 +404,8 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
         next(batches)
     if kind.startswith("unfrozen") and epoch == {"unfrozen late": 9, "unfrozen at last": 99}.get(kind, 1):
         model.head.requires_grad_(True)
-        ddp = DistributedDataParallel(model) if kind == "unfrozen and wrapped" else ddp
+        ddp = DistributedDataParallel(model) if "and wrapped" in kind else ddp
+        model.head.bias.data += rank * kind.endswith("then changed")
     if kind == "added late" and epoch == 1:
         optimizer.add_param_group({"params": other.parameters()})
     if kind == "longer" and rank == 1:
@@ -541,6 +542,7 @@ MISTAKES = {
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
     "unfrozen under torch.compile": ("unfrozen, compiled", "weights differ: module.head.weight, module.head.bias"),
+    "changed under a second wrapper": ("unfrozen and wrapped, then changed", "weights differ: head.bias; .* step 16"),
     "unfrozen after wrapping, before the last step": ("unfrozen at last", "weights differ: head.weight, .* the end"),
     "unfrozen after wrapping, late": ("unfrozen late", "weights differ: head.weight, head.bias; .* step 100"),
     "made after wrapping": ("added", "weights differ: Linear.weight, Linear.bias; first"),
@@ -646,6 +648,7 @@ CAUSES = {  # of weights that differ, for some kinds
     "generator": "No DDP has these parameters",
     "unfrozen": "layers were unfrozen or added after",
     "unfrozen, compiled": "layers were unfrozen or added after",
+    "unfrozen and wrapped, then changed": "are changed by numbers that differ by rank",
 }
 
 
