@@ -91,12 +91,12 @@ class Host:
     def processes(self):
         """Return the command lines of the processes here that are not servers, by their ids here."""
         found = {}
-        for path in Path(f"/proc/{self.init}/root/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{self.init}/root/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # as the process may end meanwhile
                 # A zombie has none; an sshd waits for a lost connection longer than we do.
-                line = path.read_bytes().replace(b"\0", b" ").decode()
-                if line and path.parent.name != "1" and not line.startswith(("/usr/sbin/", "sshd: ", "slurm")):
-                    found[int(path.parent.name)] = line
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if line and path.name != "1" and not line.startswith(("/usr/sbin/", "sshd: ", "slurm")):
+                    found[int(path.name)] = line
         return found
 
     def signal(self, how, words=""):
