@@ -122,8 +122,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. Until average() returns, a p.grad may be in an all-reduce, and with
-    "bucketed", one more backward() of the same parameters raises RuntimeError.
+    average() after the last. With "bucketed", an all-reduce may be at work on a p.grad until then:
+    another backward() of the same parameters before average() raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # A save needs this first: if the loss is not finite, it exits and nothing is saved.
+            # Also before each save, as sum_over_ranks_or_exit() exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -409,7 +409,7 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The sampler yields tensors of indices. As all images are in memory, dataset[tensor] is a whole
+    # Each of index_batches is a tensor. As all images are in memory, dataset[tensor] is a whole
     # batch, and batch_size=None does not batch again. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
@@ -501,7 +501,7 @@ def catch_signals(args):
         if number == signal.SIGINT and not dist.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # not Python's handler of Ctrl-C, which could print into the bar
+    for number in SIGNALS:  # Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     atexit.register(end_workers)  # of the loaders, as ignore_signals keeps them alive
     return signals
