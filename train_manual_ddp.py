@@ -122,8 +122,8 @@ class GradientAverager:
 
     Gradients have to be dense. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. With "bucketed", an all-reduce may be at work on a p.grad until then:
-    another backward() of the same parameters before average() raises RuntimeError.
+    average() after the last. With "bucketed", a p.grad may be in an all-reduce until
+    average() returns: another backward() of the same parameters before that raises RuntimeError.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Also before each save, as sum_over_ranks_or_exit() exits if the loss is not finite.
+            # Report before each save, too, as this exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may differ on resuming. At an epoch's end, count all of them.
+                # In samples, as W may differ on resuming; at an epoch's end, also those left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
