@@ -34,7 +34,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue by 123_4: the last task's plain id is the array's, and would requeue all of it.
+# In an array, requeue this task by ARRAY_TASK (123_4): the plain id of the last task means the whole array.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
@@ -88,7 +88,7 @@ save_and_stop() {
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1            # without a checkpoint, the training uses the time that is left
-trap 'kill "$srun"' INT # Ctrl-C in a shell of salloc would end this script alone
+trap 'kill "$srun"' INT # Ctrl-C in a shell of salloc would end only this script, not srun
 if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1 && trap 'kill -USR1 "$srun"' INT; fi
 while kill -0 "$srun" 2>/dev/null; do
     wait "$srun" # a signal interrupts this

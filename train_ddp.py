@@ -88,7 +88,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too, as this exits if the loss is not finite.
+            # Report before each save, too: the report exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -98,7 +98,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # In samples, as W may differ on resuming; at an epoch's end, also those left out.
+                # Count samples, as W may differ on resuming. An ended epoch counts as whole.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -265,8 +265,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Each of index_batches is a tensor. As all images are in memory, dataset[tensor] is a whole
-    # batch, and batch_size=None does not batch again. For files, where dataset[i] is one sample:
+    # Here, the loader's sampler yields tensors of indices, and dataset[tensor] is a whole batch, as
+    # all images are in memory: so batch_size=None. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

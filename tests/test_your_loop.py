@@ -622,13 +622,14 @@ def two_models():
 
 
 def two_losses():
-    for once in (True, False):
+    for when in ("after each", "once after the last", "twice after the last"):
         model, ddp, optimizer = make()
-        first, second = (ddp(torch.randn(8, 4)).square().mean() for _ in range(2))
-        for loss in (first + second,) if once else (first, second):
+        losses = (ddp(torch.randn(8, 4)).square().mean() for _ in range(2))
+        losses = losses if when == "after each" else [*losses]
+        for loss in [sum(losses)] if "once" in when else losses:
             loss.backward()
         optimizer.step()
-        assert equal(model.parameters()) == once
+        assert equal(model.parameters()) == ("twice" not in when)
 
 
 class Numbers(IterableDataset):
@@ -674,8 +675,8 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "test the sum over all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
     "both models of a GAN": two_models,
-    "call `backward()` once, after the last": two_losses,
-    "After unfreezing layers, wrap `model` again": frozen_and_unfrozen,
+    "call `backward()` after each, or once after the last": two_losses,
+    "wrap it again after unfreezing them": frozen_and_unfrozen,
 }
 
 
