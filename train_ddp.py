@@ -88,7 +88,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: the report exits if the loss is not finite.
+            # Report before each save, too: this ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -98,7 +98,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may differ on resuming. An ended epoch counts as whole.
+                # Count samples, as W may change. After the last step, count those left out, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -165,7 +165,7 @@ def train_step(ddp, optimizer, lr, batches, device, args):
 def sum_over_ranks_or_exit(numbers, device, where):
     """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
-    All ranks exit if a rank is missing or a sum is not finite. The error begins with `where`.
+    All ranks exit if a rank is missing or a sum is not finite. `where` begins the error.
     """
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
@@ -265,8 +265,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # Here, the loader's sampler yields tensors of indices, and dataset[tensor] is a whole batch, as
-    # all images are in memory: so batch_size=None. For files, where dataset[i] is one sample:
+    # All images are in memory, so the loader's sampler yields tensors of indices, and each
+    # dataset[tensor] is a whole batch: batch_size=None. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

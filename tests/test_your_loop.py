@@ -670,7 +670,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,
-    "only the gradient through its own z": gather_with_gradient,
+    "only its own part of the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
