@@ -88,7 +88,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: this ends the run if the loss is not finite.
+            # Report before each save, too: summing up ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -265,8 +265,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # All images are in memory, so the loader's sampler yields tensors of indices, and each
-    # dataset[tensor] is a whole batch: batch_size=None. For files, where dataset[i] is one sample:
+    # The images are in memory: the sampler yields tensors of indices, dataset[tensor] is a batch,
+    # and batch_size=None stops further batching. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
@@ -359,7 +359,7 @@ def catch_signals(args):
 
     for number in SIGNALS:  # Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
-    atexit.register(end_workers)  # of the loaders, as ignore_signals keeps them alive
+    atexit.register(end_workers)  # the loaders' workers: ignore_signals keeps them alive
     return signals
 
 

@@ -447,6 +447,7 @@ def gather_with_gradient():
         assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
     with torch.no_grad():  # as in an evaluation
         exec(right, values)
+    assert values["gather"](torch.tensor([dist.get_rank()] * 2)).tolist() == [0, 0, 1, 1]
     for shape in (), (3,):
         overlap, total = (torch.full(shape, x, requires_grad=True) for x in (1.0 + dist.get_rank(), 4.0))
         values |= {"overlap": overlap, "total": total}
