@@ -14,9 +14,9 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; it
   counts the steps of all optimizers together
-- tensors, also in lists and dicts: of a DataLoader's first four passes, or DDP's inputs in train(), if
-  none of these has a grad_fn; also whole batches in objects, such as graphs. It knows a sample by its
-  bytes, and augmented batches by 8 or more integers, such as labels, some of which recur in later batches
+- batches, in a DataLoader's first four epochs, or DDP's inputs in train(), unless one of these has a
+  grad_fn: tensors, also in lists and dicts, and whole objects, such as graphs. It knows a sample by its
+  bytes, and an augmented batch by its labels: 8 or more integers, some of which recur in later batches
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -43,8 +43,8 @@ A `suspicion` may be meant so. Even a `mistake` may be right, where
 "Nothing found" is no proof, as it sees nothing else. Above all, it does not see
 - how a loss is divided, or pairs that a contrastive loss misses: for these, --losses
 - a metric that is not all-reduced, or that leaves samples out
-- samples that a metric counts twice, unless a DistributedSampler repeats them, and it does not shuffle,
-  or no_grad() is around the whole loop
+- samples that a metric counts twice, except repeats of a DistributedSampler that does not shuffle, or
+  whose whole loop is under no_grad()
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
