@@ -14,9 +14,9 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; it
   counts the steps of all optimizers together
-- batches, in a DataLoader's first four epochs, or DDP's inputs in train(), unless one of these has a
+- batches, in a DataLoader's first four passes, or DDP's inputs in train(), unless one of these has a
   grad_fn: tensors, also in lists and dicts, and whole objects, such as graphs. It knows a sample by its
-  bytes, and an augmented batch by its labels: 8 or more integers, some of which recur in later batches
+  bytes, and an augmented batch by 8 or more integers, such as labels, if some recur in later batches
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps

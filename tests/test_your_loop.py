@@ -491,7 +491,7 @@ def class_weights():
     (gradient,) = torch.autograd.grad(weighted(model(samples), labels), model[0].weight)
     mine = slice(dist.get_rank(), None, 2)
     values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "images": samples[mine], "labels": labels[mine]}
-    values["class_weights"] = weighted.keywords["weight"]
+    values |= {"ignore_index": -100, "class_weights": weighted.keywords["weight"]}
     exec(lesson("class_weights[").replace("weight=", "label_smoothing=0.1, weight="), values)
     values["loss"].backward()
     torch.testing.assert_close(model[0].weight.grad, gradient)

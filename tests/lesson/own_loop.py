@@ -73,7 +73,7 @@ for epoch in range(first_epoch, EPOCHS):
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
     # Each rank and epoch has a seed of its own, for dropout and augmentation. A resumed run has the
-    # same seeds, as hash() of numbers is the same in all runs.
+    # same seeds, as hash() of numbers, unlike that of strings, is always the same.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: += on one of these changes `sums`, too
