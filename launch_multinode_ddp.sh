@@ -9,7 +9,7 @@
 #   --script FILE       what to run, here or beside this file (default train_ddp.py)
 #   --nnodes N          number of nodes (default 1); without --node-rank, print their commands
 #   --node-rank N       run the command of this node, from 0 to the number of nodes - 1
-#   --master-addr HOST, --master-port PORT    of node 0 (default: the first of --hosts; 29500)
+#   --master-addr HOST, --master-port PORT    of node 0 (default: the first of --hosts, and 29500)
 #   --hosts HOST,...    run all nodes over ssh; this directory and torchrun are at the same paths
 #   --interface NAME    network interface for NCCL and Gloo, such as eth0
 #   --dry-run           print what would run, and run nothing

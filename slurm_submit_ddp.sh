@@ -14,10 +14,11 @@
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
 # remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
-# line with --gpus-per-node. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
+# line with --gpus-per-node. Where Slurm does not count GPUs, remove that line, too, and export
+# NPROC_PER_NODE=gpu. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
-#   TORCHRUN_PREFIX='apptainer exec --nv torch.sif'
+#   TORCHRUN_PREFIX='apptainer exec --nv --env PYTHONNOUSERSITE=1 torch.sif'  # without ~/.local
 
 #SBATCH --job-name=ddp
 #SBATCH --nodes=2
@@ -34,7 +35,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, name the task as 123_4: the last task's plain id would requeue the whole array.
+# In an array, requeue by 123_4: the last task has the array's id, which would requeue all tasks.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
@@ -51,7 +52,7 @@ gpus=${SLURM_GPUS_PER_TASK:+$((${SLURM_GPUS_PER_TASK##*:} * tasks))} # salloc se
 gpus=${gpus:+--gpus-per-node=${SLURM_GPUS_ON_NODE:-$gpus}}
 # Unset limits that are meant for one task, or come from a shell of srun or salloc: with them, torchrun
 # would not get all CPUs and GPUs of the job, or srun would refuse the job's memory.
-unset "${!SLURM_GPUS@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" SLURM_TRES_PER_TASK
+unset "${!SLURM_GPU@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" SLURM_TRES_PER_TASK
 
 master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a node need different ones
@@ -100,4 +101,4 @@ if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes co
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
 echo 'perhaps not complete: requeued'
-scontrol requeue "$job"
+until scontrol requeue "$job"; do sleep 5; done # Slurm's controller may be busy

@@ -14,8 +14,8 @@ It looks at
 - the parameters and learning rates of each optimizer, after its steps 1, 2, 3, 4, 8, 16, 32, ... and
   every 100th, and at the end, unless the script has changed the parameters since the last step; it
   counts the steps of all optimizers together
-- batches, in a DataLoader's first four passes, or DDP's inputs in train(), unless one of these has a
-  grad_fn: tensors, also in lists and dicts, and whole objects, such as graphs. It knows a sample by its
+- batches (tensors, also in lists and dicts, and whole objects, such as graphs): those of a DataLoader's
+  first four passes, or DDP's inputs in train(), unless one of these has a grad_fn. It knows a sample by its
   bytes, and an augmented batch by 8 or more integers, such as labels, if some recur in later batches
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
@@ -28,7 +28,7 @@ It looks at
   not one that is passed to new_group, nor those of monitored_barrier, send and recv. With NCCL, it is
   torch that ends the ranks; which collective they do not share, torchfrtrace tells: README.md
 
-A `suspicion` may be meant so. Even a `mistake` may be right, where
+What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds, probes,
   adversarial noise or copies of the model (MAML) that each rank fits alone
 - ranks agree on purpose: one replay buffer, dates, points of a boundary, prompts of classes, one graph

@@ -173,19 +173,20 @@ def test_time_limit(slurm, submit, small_mnist, tmp_path):
 
 
 def test_a_step_before_the_training_which_is_in_a_container(slurm, submit, tmp_path):
-    """The user stages data, say, at the place for modules, so the training is not step 0."""
+    """The user stages data, say, at the place for modules, so the training is not step 0. Slurm is busy once."""
     container = tmp_path / "container"  # which acts on USR1 again, as apptainer makes it
     container.write_text('#!/bin/sh\necho called with $1 $2 $3\nshift 2\nexec env --default-signal=USR1 "$@"\n')
     container.chmod(0o755)
     hooks = {"SRUN_ARGS": "--label --unbuffered", "TORCHRUN_PREFIX": f"{container} exec image.sif"}
-    file = edited(tmp_path, "\n# module load", "\nsrun true\n#")
+    busy = 'scontrol() { [ "$1" != requeue ] || ! mkdir busy && command scontrol "$@"; }'
+    file = edited(tmp_path, "\n# module load", f"\nsrun true; {busy}\n#")
     job = submit("--checkpoint", file=file, SLURM_RESTART_COUNT=9, **hooks)
     wait_until(lambda: "started" in slurm.log(job))
     assert "0: called with exec image.sif bash\n" in slurm.log(job)  # --label writes 0:
     slurm.command(*NEAR_THE_LIMIT, job)
     wait_until(lambda: "requeued\n" in slurm.log(job), timeout=60)
     (tmp_path / "worker.py.end").touch()
-    assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job)
+    assert slurm.finish(job)[0] == "COMPLETED" and "saving" in slurm.log(job) and (tmp_path / "busy").exists()
 
 
 def test_a_notice_while_the_ranks_still_start(slurm, submit, tmp_path):

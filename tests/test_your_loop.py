@@ -667,7 +667,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "and one passed as `DataLoader(generator=...)`, which seeds the workers": noise,
+    "and the `DataLoader`'s `generator`, from which the workers are seeded": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,

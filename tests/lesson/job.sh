@@ -11,7 +11,7 @@ PORT=$((10000 + SLURM_JOB_ID % 20000))                              # two jobs m
 export MASTER PORT
 # If sbatch is called in a shell of srun or salloc, the job inherits the limits of that shell: drop
 # them. This also drops SLURM_GPUS_ON_NODE, but srun sets it anew on each node.
-unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" "${!SLURM_GPUS@}"
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER@}" "${!SLURM_GPU@}" SLURM_TRES_PER_TASK
 # srun starts one torchrun on each node, and torchrun the processes. If one torchrun fails, srun ends
 # all. --cpus-per-task is repeated, as srun of Slurm 22.05 to 23.02 does not take it over from sbatch.
 # shellcheck disable=SC2016 # these variables differ by node
