@@ -685,6 +685,8 @@ class Doctor:
             trains, state.peeked = steps == state.peeked + 1, steps
             if not trains:
                 return
+        elif self.steps > steps:  # a pass with steps of its own: those that only peek do not train
+            state.peeked = -math.inf
         if learns and trains:
             again, state.ended = self.comes_again(head, sampler, state), self.steps
         # A loop may turn gradients off only where it has a batch.
@@ -1045,7 +1047,7 @@ def samplers(sampler):
 @check("data set", differ, "suspicion")
 def data_sets(sampler):
     """the data set of a DistributedSampler differs by rank
-    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw and split alike. If each
+    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw (by one seed) and split alike. If each
     rank has a share of its own, use shuffle=True, as a DistributedSampler takes only a part of it, and equally many
     steps."""
     if sampler.num_replicas != dist.get_world_size():

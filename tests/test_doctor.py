@@ -303,6 +303,8 @@ if "stream" in kind:
     loader = DataLoader(Stream(), batch_size=4)
 if kind == "peek":
     next(iter(loader))
+if kind == "peeks, one step":
+    loader = DataLoader(train_set, batch_size=32, sampler=sampler)
 if kind == "first pass":  # for a mean, say
     with torch.no_grad():
         [*loader]
@@ -374,6 +376,8 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
         loader = DataLoader(train_set, batch_size=4, sampler=DistributedSampler(train_set))
     if kind.endswith("new optimizer"):  # of another phase, perhaps
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "peeks, one step":  # still with the order of the epoch before
+        next(iter(loader))
     if "set_epoch" not in kind:
         sampler.set_epoch(epoch)
     if kind == "rollouts":
@@ -630,6 +634,7 @@ RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "s
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["replayed share", "replayed test", "of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
+RIGHT += ["peeks, one step"]
 
 
 @pytest.fixture
