@@ -1047,9 +1047,9 @@ def samplers(sampler):
 @check("data set", differ, "suspicion")
 def data_sets(sampler):
     """the data set of a DistributedSampler differs by rank
-    If in order or number, shares overlap; if in names of classes, labels differ: sort, draw (by one seed) and split alike. If each
-    rank has a share of its own, use shuffle=True, as a DistributedSampler takes only a part of it, and equally many
-    steps."""
+    If in order or number, shares overlap; if in names of classes, labels differ: sort and split alike, and draw by
+    one seed. If each rank has a share of its own, use shuffle=True, as a DistributedSampler takes only a part of it,
+    and equally many steps."""
     if sampler.num_replicas != dist.get_world_size():
         return "", {}
     dataset = sampler.dataset
