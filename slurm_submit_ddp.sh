@@ -14,7 +14,7 @@
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
 # remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
-# line with --gpus-per-node. Where Slurm does not count GPUs, remove that line, too, and export
+# line with --gpus-per-node. Do the same where Slurm does not count GPUs, and export
 # NPROC_PER_NODE=gpu. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -35,7 +35,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# In an array, requeue by 123_4: the last task has the array's id, which would requeue all tasks.
+# In an array, requeue by 123_4: the last task's job id is that of the array, and would requeue all tasks.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task

@@ -88,7 +88,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too, so that nothing is saved once the loss is not finite.
+            # Before each save, too: if the loss is not finite, the run ends here, and is not saved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -98,7 +98,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may change. After the last step, count those left out, too.
+                # Count samples, as W may change: all of them, if the epoch is done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -357,7 +357,7 @@ def catch_signals(args):
         if number == signal.SIGINT and not dist.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # Python's own handler of Ctrl-C could print into the bar
+    for number in SIGNALS:  # SIG_DFL, as Python's handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     atexit.register(end_workers)  # the loaders' workers: ignore_signals keeps them alive
     return signals

@@ -472,7 +472,7 @@ def accumulated():
     values |= {"contextlib": contextlib, "ACCUM_STEPS": 3, "device": "cpu", "optimizer": mock.Mock()}
     values["train_loader"] = [*zip(samples[mine].split(4), labels[mine].split(4), strict=True)]
     log = re.search(r"loss_sum \+= .*", OWN)[0]
-    values |= {"images": samples[mine], "labels": labels[mine], "loss_sum": torch.zeros(())}
+    values |= {"inputs": samples[mine], "labels": labels[mine], "loss_sum": torch.zeros(())}
     exec(f"{lesson('mask')}{log}", values)
     accumulate = lesson("ACCUM_STEPS):").replace("loss.backward()", f"loss.backward()\n            {log} * ACCUM_STEPS")
     exec(accumulate, values)
@@ -490,7 +490,7 @@ def class_weights():
     weighted = functools.partial(F.cross_entropy, weight=torch.tensor([0.1, 0.2, 0.4]), label_smoothing=0.1)
     (gradient,) = torch.autograd.grad(weighted(model(samples), labels), model[0].weight)
     mine = slice(dist.get_rank(), None, 2)
-    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "images": samples[mine], "labels": labels[mine]}
+    values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "inputs": samples[mine], "labels": labels[mine]}
     values |= {"ignore_index": -100, "class_weights": weighted.keywords["weight"]}
     exec(lesson("class_weights[").replace("weight=", "label_smoothing=0.1, weight="), values)
     values["loss"].backward()
@@ -667,7 +667,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "and the `DataLoader`'s `generator`, from which the workers are seeded": noise,
+    "the `DataLoader`'s `generator`, from which the workers are seeded": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, use these lines": class_weights,
