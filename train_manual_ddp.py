@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before each save, too: if the loss is not finite, the run ends here, and is not saved.
+            # Report before each save, too: if the loss is not finite, the run ends here, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -309,7 +309,7 @@ def train_step(model, averager, optimizer, lr, batches, device, args):
 def sum_over_ranks_or_exit(numbers, device, where):
     """Return the sums of these numbers over all ranks, a list of floats. Collective.
 
-    All ranks exit if a rank is missing or a sum is not finite. `where` begins the error.
+    All ranks exit if a rank is missing or a sum is not finite. The message begins with `where`.
     """
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)

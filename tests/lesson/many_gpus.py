@@ -40,7 +40,7 @@ for epoch in range(3):
     dist.all_reduce(correct)  # 6. evaluate together
     accuracy = correct.item() / len(test_set)
     if rank == 0:  # 7. let one rank write, and let all ranks decide
-        print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}, {world_size} ranks")
+        print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}, {world_size} ranks on {device}")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
 del ddp  # without this, on CPUs, threads of Gloo may crash the process at its end

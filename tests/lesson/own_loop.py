@@ -72,8 +72,8 @@ for epoch in range(first_epoch, EPOCHS):
         break
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
-    # Each rank and epoch has a seed of its own, for dropout and augmentation. A resumed run has the
-    # same seeds, as hash() of numbers, unlike that of strings, is always the same.
+    # Each rank and epoch has a seed of its own, for dropout and augmentation. hash() of numbers, unlike
+    # that of strings, is always the same, so a resumed run has the same seeds.
     torch.manual_seed(hash((SEED, epoch, rank)))
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     loss_sum, samples, hits = sums.unbind()  # views: += on one of these changes `sums`, too
@@ -110,7 +110,7 @@ for epoch in range(first_epoch, EPOCHS):
     improved = accuracy > best
     best, patience = (accuracy, PATIENCE) if improved else (best, patience - 1)
     if rank == 0:  # 7. let one rank write, and let all ranks decide: no `break` in here
-        print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}")
+        print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}, {world_size} ranks on {device}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
