@@ -101,4 +101,8 @@ if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes co
 [[ $stopped && $code == 0 ]] || exit "$code"
 ((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
 echo 'perhaps not complete: requeued'
-until scontrol requeue "$job"; do sleep 5; done # Slurm's controller may be busy
+SECONDS=0 # Slurm's controller may be busy: try for five minutes
+until scontrol requeue "$job"; do
+    ((SECONDS < 300)) || exit 1
+    sleep 5
+done
