@@ -98,14 +98,14 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may change: all of them, if the epoch is done.
+                # Count samples, as W may change: len(train_set), if the epoch is done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
                 log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                 return
         log(args, epoch=epoch + 1, **evaluate(model, test_set, device, args))  # 6., collective
-        steps_done = 0  # only a resumed epoch begins with steps done
+        steps_done = 0  # only a resumed epoch begins in its middle
 
     if first_epoch >= args.epochs:  # there was nothing to train
         log(args, **evaluate(model, test_set, device, args))  # collective

@@ -5,7 +5,7 @@
     ... train_manual_ddp.py --sync flat                             # another way to average
 
 This is train_ddp.py with torch's DistributedSampler and DistributedDataParallel replaced by the
-classes below, `ManualDistributedSampler` and `GradientAverager`. Read that one first: the diff
+classes below, `ManualDistributedSampler` and `GradientAverager`. Read train_ddp.py first: the diff
 of the two is the lesson, and on CPUs, with two processes, the scripts end on the same bits.
 Unlike DDP, this copies no buffers in a step, as training does not read BatchNorm's running
 statistics: `evaluate` copies them.
@@ -241,14 +241,14 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may change: all of them, if the epoch is done.
+                # Count samples, as W may change: len(train_set), if the epoch is done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
                 log(args, stopped=f"by a signal, saved to {args.checkpoint}")
                 return
         log(args, epoch=epoch + 1, **evaluate(model, test_set, device, args))  # 6., collective
-        steps_done = 0  # only a resumed epoch begins with steps done
+        steps_done = 0  # only a resumed epoch begins in its middle
 
     if first_epoch >= args.epochs:  # there was nothing to train
         log(args, **evaluate(model, test_set, device, args))  # collective

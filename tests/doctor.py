@@ -16,7 +16,7 @@ It looks at
   counts the steps of all optimizers together
 - batches (tensors, also in lists and dicts, and whole objects, such as graphs): those of a DataLoader's
   first four passes, or DDP's inputs in train(), unless one of these has a grad_fn. It knows a sample by its
-  bytes, and an augmented batch by 8 or more integers, such as labels, if some recur in later batches
+  bytes, and an augmented batch by its integers (8 or more), if they recur in later batches, as labels do
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -25,8 +25,8 @@ It looks at
   than 15 steps
 - collectives that wait longer than 20 s, or the script's or its library's own limit, such as the 30
   minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit, but
-  not one that is passed to new_group, nor those of monitored_barrier, send and recv. With NCCL, it is
-  torch that ends the ranks; which collective they do not share, torchfrtrace tells: README.md
+  not one that is passed to new_group, nor those of monitored_barrier, send and recv. With NCCL,
+  torch ends the ranks, and torchfrtrace names the collective that they do not share: README.md
 
 What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds, probes,
