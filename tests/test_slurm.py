@@ -13,7 +13,8 @@ pytestmark = pytest.mark.cluster
 SUBMIT = ROOT / "slurm_submit_ddp.sh"
 ONE_PROCESS = ("--gpus-per-node=0", "--nodes=1")
 ENVIRONMENT = f"export PATH={os.environ['PATH']} GLOO_SOCKET_IFNAME=eth0"
-IN_A_STEP = {"SLURM_CPU_BIND": "of its CPUs"}  # as in a shell of srun where CPUs are bound; srun refuses this value
+# As in a shell of srun where CPUs and GPUs are bound. srun refuses these values.
+IN_A_STEP = {"SLURM_CPU_BIND": "of its CPUs", "SLURM_GPU_BIND": "of its GPUs"}
 # As in a shell of `salloc --gpus-per-task=1`, with memory per CPU where the job has it per node.
 IN_AN_ALLOCATION = {"SLURM_GPUS": 1, "SLURM_GPUS_PER_TASK": 1, "SLURM_MEM_PER_CPU": 1, "SLURM_MEM_PER_NODE": 1}
 NEAR_THE_LIMIT = ("scancel", "--signal=USR1", "--batch")  # does what Slurm does then

@@ -461,7 +461,7 @@ def gather_with_gradient():
 
 
 def accumulated():
-    """A mean over tokens in one pass, and in three, and the log of both by the line of own_loop.py."""
+    """A mean over tokens in one pass, and in three, and the log by the line of own_loop.py, of three as a sum."""
     draw = torch.Generator().manual_seed(0)
     samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
     model, ddp, _ = make(nn.Linear(4, 3))
