@@ -16,7 +16,8 @@ It looks at
   counts the steps of all optimizers together
 - batches (tensors, also in lists and dicts, and whole objects, such as graphs): those of a DataLoader's
   first four passes, or DDP's inputs in train(), unless one of these has a grad_fn. It knows a sample by its
-  bytes, and an augmented batch by its integers (8 or more), if they recur in later batches, as labels do
+  bytes. As augmentation changes these, it also compares integers, if there are 8 or more in a batch, and
+  some of them come again, as labels do
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps

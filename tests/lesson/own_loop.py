@@ -53,7 +53,7 @@ first_epoch, best, patience = 0, -math.inf, PATIENCE  # the best accuracy: highe
 settings = [EPOCHS, SEED, BATCH_SIZE, ACCUM_STEPS, LR, world_size, len(train_set)]
 
 exists = rank == 0 and os.path.exists("last.pt")
-# weights_only=False loads any Python object: use it only for files that you have written.
+# weights_only=False allows any object, such as NumPy's, but a stranger's file could run code.
 box = [torch.load("last.pt", map_location="cpu", weights_only=False) if exists else None]
 dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
