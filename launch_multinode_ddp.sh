@@ -18,7 +18,10 @@
 # to all nodes. On one node without --hosts, OMP_NUM_THREADS defaults to CPUs / N, unless N is gpu.
 set -uo pipefail
 
-fail() { echo "launch_multinode_ddp.sh: error: $1" >&2 && exit 2; }
+fail() {
+    echo "launch_multinode_ddp.sh: error: $1" >&2
+    exit 2
+}
 check_number() { # flag, value, least, most
     [[ $2 =~ ^(0|[1-9][0-9]{0,4})$ && $2 -ge $3 && $2 -le $4 ]] || fail "$1 $2: give a number from $3 to $4"
 }

@@ -85,7 +85,7 @@ save_and_stop() {
     echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    # Ranks that have just begun have no handler, and ignore it. So it comes again after 60 s.
+    # A rank ignores it until it has its handler. So it comes again after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1            # without a checkpoint, the training uses the time that is left
@@ -99,7 +99,10 @@ wait "$srun" || code=$?
 # does, whatever the exit code: torchrun fails after SIGTERM even if all is saved.
 if [[ $(scontrol show job "$job") == *PreemptTime=[0-9]* ]]; then stopped=yes code=0; fi
 [[ $stopped && $code == 0 ]] || exit "$code"
-((restarts < 10)) || { echo 'requeued ten times: submit it again to resume' && exit 1; }
+if ((restarts >= 10)); then
+    echo 'requeued ten times: submit it again to resume'
+    exit 1
+fi
 echo 'perhaps not complete: requeued'
 SECONDS=0 # Slurm's controller may be busy: try for five minutes
 until scontrol requeue "$job"; do

@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Save a number of samples, as W may change; if the epoch is done, all of them.
+                # Count samples, not steps, as W may change. The last step completes the set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -481,7 +481,7 @@ def set_environment(args):
         fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
         sys.exit(f"a restarted process would look for the dead ones, and wait: use {fix}")
     if dist.is_torchelastic_launched() and sys.platform == "linux":
-        # From now on, this process is killed when torchrun is. Otherwise, it might live on, and
+        # If torchrun is killed from now on, so is this process. Otherwise, it might live on, and
         # write over the file of a run that resumes.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if args.deterministic:
@@ -605,7 +605,7 @@ def parse_args():
     add("--deterministic", action="store_true", help="the same bits on every run, on GPUs too")
     add("--backend", help="None is nccl on GPUs, gloo on CPUs")
     add("--timeout", type=rate, default=300, help="seconds a collective may wait")
-    add("--log-interval", type=count, default=20, metavar="N", help="most steps between reports")
+    add("--log-interval", type=count, default=20, metavar="N", help="steps between two reports")
     add("--metrics", type=Path, default=os.devnull, metavar="FILE", help="JSON lines, appended")
     add("--checkpoint", type=Path, metavar="FILE", help="save to it; resume from it if it exists")
     add("--save-every", type=count, default=math.inf, metavar="N", help="steps; also each epoch")

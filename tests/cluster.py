@@ -172,6 +172,8 @@ class Slurm(Network):
         NodeName=node[0-1] NodeAddr=10.213.0.[10-11] CPUs=32 Gres=gpu:lab:2
         PartitionName=debug Nodes=ALL PriorityTier=10 Default=YES
         PartitionName=graceful Nodes=ALL PriorityTier=10 GraceTime=30
+        PartitionName=cancel Nodes=ALL PriorityTier=10 PreemptMode=CANCEL
+        PartitionName=cancel_graceful Nodes=ALL PriorityTier=10 PreemptMode=CANCEL GraceTime=30
         PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF
     """
 
@@ -197,7 +199,8 @@ class Slurm(Network):
 
     def finish(self, job):
         """Wait for a job's end, through requeues; return its state, its exit code as Slurm has it, and its log."""
-        wait_until(lambda: self.job(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
+        ends = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
+        wait_until(lambda: self.job(job) in ends)
         return self.job(job), self.job(job, "ExitCode"), self.log(job)
 
 

@@ -16,8 +16,8 @@ It looks at
   counts the steps of all optimizers together
 - batches (tensors, also in lists and dicts, and whole objects, such as graphs): those of a DataLoader's
   first four passes, or DDP's inputs in train(), unless one of these has a grad_fn. It knows a sample by its
-  bytes. As augmentation changes these, it also compares integers, if there are 8 or more in a batch, and
-  some of them come again, as labels do
+  bytes. As augmentation changes these, it also compares a batch's integers (8 or more), such as labels,
+  unless each occurs only once, as the numbers of samples do
 - buffers and other tensors of a model, before DDP's forward passes in train(), or without DDP at the end
 - copies of DDP's model that change, such as an average of its weights (EMA), after 8 steps
 - what torch's global generators, random and numpy.random have drawn between two steps
@@ -51,13 +51,13 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
   no tensor of two dimensions; augmented samples in any order, in passes of fewer than 8 batches
 - samples that some ranks validate on and others train on, unless by random_split
-- random numbers of a generator of the script's own, of a loader's workers alone, or of which ranks
-  draw unequal numbers
+- random numbers of a generator of the script's own, or of a loader's workers alone, or where ranks draw
+  unequally many
 - one augmentation in all epochs, and what a checkpoint lacks
-- one order in all epochs, if not by DistributedSampler or a class made of it, or if the script keeps
-  batches by other means than itertools.cycle(loader), or if workers take the order before the first
-  step, or each epoch has a new optimizer, a new sampler beside the old one, or a new data set whose
-  samples are not known to be the same
+- one order in all epochs, where no DistributedSampler, or class made of it, gives it; where the script
+  keeps batches by other means than itertools.cycle(loader); where workers take the order before the
+  first step; where each epoch has a new optimizer, a new sampler beside the old one, or a new data set
+  whose samples are not known to be the same
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),

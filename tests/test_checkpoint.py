@@ -187,7 +187,7 @@ def test_weights_that_are_not_finite_are_not_saved_after_a_step_nor_at_a_stop(sc
 
 def test_a_single_weight_that_is_not_finite_is_not_saved(tmp_path):
     model = torch.nn.Linear(2, 1)
-    model.bias.data.fill_(math.nan)
+    model.weight.data[0, 1] = math.nan
     with pytest.raises(SystemExit, match="not finite"):
         train_ddp.save_checkpoint(SimpleNamespace(checkpoint=tmp_path / "ck.pt"), model, None, 0, 0)
 

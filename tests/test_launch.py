@@ -55,6 +55,10 @@ def test_a_mistake_is_one_line(arguments, tmp_path):
     assert result.stderr == f"launch_multinode_ddp.sh: error: {MISTAKES[arguments]}\n"
 
 
+def test_a_mistake_ends_it_also_where_its_log_is_on_a_full_disk():
+    assert run(["bash", "-c", f"{LAUNCHER} --dry-run --epochs 3 2>/dev/full"]).returncode == 2
+
+
 def test_what_is_printed(monkeypatch):
     for name in [*os.environ]:
         if re.match("(CUDA|GLOO|NCCL|OMP|PYTORCH|TORCH)_", name):  # as in images of containers
@@ -146,7 +150,7 @@ def test_a_host_fails_when_another_has_ended(network, tmp_path):
 def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_path):
     """The first two come as from a terminal, which signals what the launcher has started, too.
 
-    Ctrl-C also ends `| tee`, here first. It comes late, as the 13 s that hosts have then must not count from the start.
+    Ctrl-C also ends `| tee`, here first. It comes late, as the 18 s that hosts have then must not count from the start.
     """
     (tmp_path / "worker.py").write_text(WORKER)
     flags = ("--hosts=node0,node1", "--script", tmp_path / "worker.py", "--", speed)
@@ -154,7 +158,7 @@ def test_the_launcher_is_stopped_and_the_hosts_save(how, speed, network, tmp_pat
     command = network.login.inside(*tee, *NOT_IGNORED, LAUNCHER, *flags)
     with Background(*command, log=tmp_path / "log", TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8) as launcher:
         launcher.wait_for("node0: started(?s:.*)node1: started|node1: started(?s:.*)node0: started")
-        time.sleep(4 if tee else 0)
+        time.sleep(12 if tee else 0)
         if tee:
             network.login.signal(how, "tee")
             launcher.wait_for(lambda: "tee " not in network.login.processes().values())

@@ -221,16 +221,17 @@ def test_an_array_requeues_the_one_job_that_asks_for_it(slurm, submit, tmp_path)
 
 def test_preemption(slurm, submit, tmp_path):
     """Without a grace time, where ranks have seconds to save, here 6, and with one, in which the job ends by itself."""
-    flags = ([*ONE_PROCESS, f"--partition={name}"] for name in ("debug", "graceful"))
+    partitions = "debug", "graceful", "cancel_graceful", "cancel"  # the last alone is not requeued
+    flags = ([*ONE_PROCESS, f"--partition={name}"] for name in partitions)
     jobs = [submit("--checkpoint", "slow", flags=partition) for partition in flags]
     wait_until(lambda: all("started" in slurm.log(job) for job in jobs))
     urgent = submit(flags=("--partition=urgent", "--exclusive", "--gpus-per-node=0"))
     wait_until(lambda: slurm.job(urgent) == "RUNNING")
     (tmp_path / "worker.py.end").touch()
     for job in (urgent, *jobs):
-        assert slurm.finish(job)[0] == "COMPLETED", slurm.log(job)
+        assert slurm.finish(job)[0] == ("PREEMPTED" if job == jobs[-1] else "COMPLETED"), slurm.log(job)
         assert job == urgent or slurm.log(job).count("saving") >= 6
-    assert [slurm.job(job, "Restarts") for job in jobs] == ["1", "1"]
+    assert [slurm.job(job, "Restarts") for job in jobs] == ["1", "1", "1", "0"]
 
 
 @pytest.mark.parametrize(
