@@ -14,7 +14,7 @@
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
 # remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
-# line with --gpus-per-node. Do the same where Slurm does not count GPUs, and export
+# line with --gpus-per-node. Remove it, too, where Slurm does not count GPUs, and export
 # NPROC_PER_NODE=gpu. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -35,12 +35,12 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue an array's task by the name 123_4: the last task's SLURM_JOB_ID is also that of the whole array.
+# Requeue an array's task as 123_4: the last task's SLURM_JOB_ID would requeue the whole array.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
-# 30 s, however long the grace time is. torch before 2.12 ignores the variable.
+# 30 s, however long the grace time is. torch before 2.12 ignores this timeout.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
@@ -85,7 +85,7 @@ save_and_stop() {
     echo 'time is nearly up: telling the training to save'
     stopped=yes
     kill -USR1 "$srun" # srun forwards it to all processes of its step
-    # A rank ignores it until it has its handler. So it comes again after 60 s.
+    # A rank that is still starting ignores it: so it comes again after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
 trap '' USR1            # without a checkpoint, the training uses the time that is left
