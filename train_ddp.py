@@ -434,7 +434,7 @@ def positive(kind, or_zero=False):
 
     def parse(text):
         value = kind(text)
-        if not (value > 0 or (or_zero and value == 0)):  # nan is neither
+        if not (0 < value < math.inf or (or_zero and value == 0)):  # nan is neither
             raise ValueError
         return value
 

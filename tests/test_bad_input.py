@@ -32,7 +32,7 @@ import train_ddp
 POSITIVE = {
     "positive int": ("--accum-steps 0", "--train-size 0", "--log-interval 0", "--train-size -1", "--save-every 0.5"),
     "non-negative int": ("--epochs -1", "--seed -1"),
-    "positive float": ("--lr 0.0", "--timeout 0.0", "--lr nan"),
+    "positive float": ("--lr 0.0", "--timeout 0.0", "--lr nan", "--timeout inf"),
     "non-negative float": ("--clip-grad-norm -1.0",),
 }
 MISTAKES = {
