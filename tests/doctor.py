@@ -32,9 +32,9 @@ It looks at
 What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - ranks differ on purpose: local SGD, experts, tensor parallelism, hidden states, caches, folds, probes,
   adversarial noise or copies of the model (MAML) that each rank fits alone
-- ranks agree on purpose: one replay buffer, dates, points of a boundary, prompts of classes, one graph
-  of whose nodes each takes its share, samples that each augments in its own way, or a random order of
-  which each takes its share
+- ranks agree on purpose: one replay buffer, dates, points of a boundary, prompts of classes, labels for
+  which a model draws its own noise, one graph of whose nodes each takes its share, samples that each
+  augments in its own way, or a random order of which each takes its share
 - ranks take their parts of what all have loaded, or their data sets are shares
 - rank 0's statistics are enough, as in a BatchNorm of one's own
 - an order comes again on purpose: in a second phase or a search for a learning rate, of the same
@@ -110,6 +110,7 @@ KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are th
 BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a call that keeps Python busy"
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # what `digest` hashes, also NumPy's
+CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what a sample may refer to, but is not
 MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
@@ -355,7 +356,7 @@ class Doctor:
     def hook(self, owner, name, before=None, after=None):
         """Replace a function by `before(...)`, itself, and `after(result, ...)`."""
 
-        def replacement(real, *args, **kwargs):
+        def replacement(real, /, *args, **kwargs):
             if before and not torch.compiler.is_compiling():
                 self.safely(before, *args, **kwargs)
             result = real(*args, **kwargs)
@@ -859,11 +860,18 @@ def differ(mine, *others):
     """Return the names of facts of which ranks have different values, with those if numbers."""
     found = {}
     for rank, facts in enumerate(others, 1):
+        # Where one rank alone has a module around the model, its names are longer.
+        if len(mine) == len(facts) and all(map(one_has_a_prefix, mine, facts)):
+            facts = dict(zip(mine, facts.values(), strict=True))
         for name, value in mine.items():
             if facts.get(name, value) != value:
                 text = f" {value} on rank 0, {facts[name]} on rank {rank}"
                 found[name] = name + text * isinstance(value, (int, float))
     return list(found.values())
+
+
+def one_has_a_prefix(name, other):
+    return name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def alike(mine, *others):
@@ -1009,7 +1017,8 @@ def buffers(model):
     All-reduce the sums and counts of each batch before you update them, or all-gather what a queue takes. (DDP
     would take rank 0's statistics, and drop the others'.) Broadcast what is drawn, such as restarted codes.
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
-    return tensors(own_buffers(model))
+    shapes, hashes = tensors(own_buffers(model))
+    return [*shapes.values()], hashes
 
 
 @check("random_split", differ)
@@ -1274,10 +1283,10 @@ def opened(thing, depth=4):
 
     def inside(leaf):
         parts = leaf if isinstance(leaf, (dict, collections.UserDict)) else getattr(leaf, "__dict__", None)
-        if not parts or not depth or isinstance(leaf, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
+        if not parts or not depth or isinstance(leaf, CLOSED):
             return leaf
         parts = opened(dict(parts), depth - 1)
-        known = all(has_bytes(x) or isinstance(x, SIMPLE) or callable(x) for x in tree_leaves(parts))
+        known = all(has_bytes(x) or isinstance(x, (*SIMPLE, Dataset)) or callable(x) for x in tree_leaves(parts))
         return parts if known else leaf
 
     return tree_map(inside, thing)

@@ -51,7 +51,7 @@ class Model(nn.Module):
         self.count = torch.zeros(1)
         self.observer = torch.ao.quantization.MinMaxObserver() if kind == "observer" else nn.Identity()
 
-    def forward(self, inputs, look=None, ddp=None):  # names that the doctor has, too
+    def forward(self, inputs, look=None, ddp=None, real=None):  # names that the doctor has, too
         inputs = self.observer(getattr(inputs, "opaque", inputs))
         if kind in ("codebook", "its own buffers"):
             self.mean += inputs.mean(dim=0)
@@ -91,8 +91,13 @@ def masked(batch):  # with a mask for each sample, and one for all, which is lar
     batch = torch.stack([item if torch.is_tensor(item) else item[0] for item in batch])
     return batch, torch.ones(len(batch), 30, 30).tril(), torch.ones(70, 70).tril()
 
-class Graphs:  # as of PyTorch Geometric, with tensors in an object within
+class Archive(Dataset):  # of more names than the doctor looks at
+    def __init__(self):
+        self.names = [f"{i}.png" for i in range(100_001)]
+
+class Graphs:  # as of PyTorch Geometric, with tensors in an object within; and it knows a data set
     def __init__(self, batch):
+        self.archive = archive
         mapping = {"x": torch.stack([sample for (sample,) in batch]), "edges": torch.arange(8)}
         self.store = types.SimpleNamespace(mapping=mapping, parent=weakref.ref(self))
 
@@ -194,6 +199,7 @@ class Relative(torch.optim.Optimizer):  # Adafactor's groups have no rate, eithe
             p.data -= 0.1 * p.grad
 
 kind, *flags = sys.argv[1:]
+archive = Archive() if "graphs" in kind else None
 if kind == "spawns":  # no process, for here one of them would run all this again
     sys.exit(torch.multiprocessing.spawn(print, (), nprocs=0))
 limit = {"timeout": datetime.timedelta(minutes=2)} if kind == "break" else {}  # as libraries set one
@@ -336,6 +342,8 @@ other = nn.Linear(4, 4)
 other.register_buffer("mean", torch.zeros(4))
 [dist.broadcast(p.data, 0) for p in other.parameters() if "by hand" in kind]
 other_ddp = DistributedDataParallel(other) if kind in ("gan", "gathered") else other
+if kind.startswith("evaluator") and rank == 0:
+    evaluator = nn.Sequential(other if "by hand" in kind else model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 if kind == "relative":
     optimizer = Relative(model.parameters())
@@ -443,14 +451,14 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
             inputs = other_ddp(inputs)
         if kind == "opaque":  # samples that are no tensors, and a number for all
             inputs, number = types.SimpleNamespace(opaque=inputs, more=object()), torch.tensor(1 / (1 + step))
-        if kind in ("by hand", "statistics by hand"):
+        if kind == "by hand" or kind.endswith("statistics by hand"):
             other.mean.add_(inputs.mean(dim=0))
             other(inputs).square().mean().backward()
             [dist.all_reduce(p.grad) for p in other.parameters()]
             other_optimizer.step()
         wait = kind.endswith("accumulation") and step % 2 == 0
         with ddp.no_sync() if wait else contextlib.nullcontext():
-            loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1)
+            loss = (model if kind.endswith("module") else ddp)(inputs, look=number, ddp=1, real=1)
             if kind == "gathered":  # what a contrastive loss gets, which may have parameters
                 loss = other_ddp(torch.cat(dist.nn.functional.all_gather(loss)).expand(-1, 4))
             loss = loss.square().mean()
@@ -543,6 +551,7 @@ dist.destroy_process_group()
 MISTAKES = {
     "jingyaogong/minimind#853, moojink/openvla-oft#160": ("module", "weights differ: layers.0.weight, layers"),
     "and rank 0 has tried a step before": ("tries, module", "weights differ: layers.0.weight, layers"),
+    "and rank 0 has a module around the model": ("evaluator, module", "weights differ: 0.layers.0.weight, 0.layers"),
     "a GAN's generator without a wrapper": ("generator", "weights differ: Linear.weight, Linear.bias; first"),
     "unfrozen after wrapping": ("unfrozen", "weights differ: head.weight, head.bias; first"),
     "unfrozen under torch.compile": ("unfrozen, compiled", "weights differ: module.head.weight, module.head.bias"),
@@ -575,6 +584,7 @@ MISTAKES = {
     "rollouts between the steps, with one seed": ("rollouts", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ by rank: mean;"),
     "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ by rank: mean; .* end"),
+    "and rank 0 has a module around it": ("evaluator, statistics by hand", "buffers differ by rank: 0.mean; .* end"),
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ by rank: mean;"),
     "leggedrobotics/rsl_rl#226": ("count", "suspicion: .*tensors that DDP does not see to differ: count;"),
     "ConvNeXt: an average of weights before DDP": ("copy", "suspicion: .*copies of the model differ by rank.*: Model"),
