@@ -265,8 +265,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory: each of index_batches is a tensor, dataset[tensor] is a batch, and
-    # batch_size=None stops further batching. For files, where dataset[i] is one sample:
+    # The images are in memory, so the sampler yields tensors of indices: dataset[tensor] is a whole
+    # batch, hence batch_size=None. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
