@@ -35,12 +35,12 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Requeue an array's task as 123_4: the last task has the array's own job id, which would requeue all.
+# Requeue an array's task as 123_4: the last task's job id is the array's own, and would requeue all tasks.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
-# Before a preemption with a grace time, torchrun gets SIGTERM, and would kill the training after
-# 30 s, however long the grace time is. torch before 2.12 ignores this timeout.
+# Before a preemption with a grace time, torchrun gets SIGTERM, and kills the training after 30 s,
+# however long that time is. From torch 2.12 on, it waits for as many seconds as this says:
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 # srun starts one task on each node: torchrun, which gets all CPUs and GPUs that the job asks for
 # there. If sbatch was told several tasks per node, torchrun gets the CPUs and GPUs of all of them.
