@@ -1207,18 +1207,15 @@ class Batches:
 
     def add(self, batch):
         self.number += 1
-        whole = tree_leaves(opened(batch)) if len(self.hashes) < 255 else ()
+        inside = opened(batch) if len(self.hashes) < 255 else batch
+        whole = tree_leaves(inside) if len(self.hashes) < 255 else ()
         if any(isinstance(x, torch.Tensor) and differs_within(x) for x in whole):
             self.hashes.append(digest(whole))
-        batch = tree_map(lambda x: dict(x) if isinstance(x, collections.UserDict) else x, batch)  # of transformers
-        try:
-            leaves = {keystr(path): x for path, x in tree_flatten_with_path(batch)[0]}
-        except ValueError:  # of a class that gives no names, as in transformers 4
-            leaves = {f"[{i}]": x for i, x in enumerate(tree_leaves(batch))}
-        leaves = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor) and has_bytes(x)}
+        leaves = named_tensors(tree_map(lambda x: dict(x) if isinstance(x, collections.UserDict) else x, batch))
         # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
         # itself, as others, such as images of bytes, may be augmented; small ones, as of boxes, together.
-        integers = {name: x for name, x in leaves.items() if not x.is_floating_point()}
+        both = {**named_tensors(inside), **leaves}
+        integers = {name: x for name, x in both.items() if not x.is_floating_point()}
         large = {name: x for name, x in integers.items() if x.numel() >= 8}
         small = {" (small tensors)": [x for name, x in integers.items() if name not in large]}
         for name, part in {**large, **small}.items() if self.number <= 255 else ():
@@ -1254,6 +1251,14 @@ class Batches:
 
     def facts(self):
         return {f"samples in {self.name}": [self.below, self.place, [*self.samples.items()]]}
+
+
+def named_tensors(batch):
+    try:
+        leaves = {keystr(path): x for path, x in tree_flatten_with_path(batch)[0]}
+    except ValueError:  # of a class that gives no names, as in transformers 4
+        leaves = {f"[{i}]": x for i, x in enumerate(tree_leaves(batch))}
+    return {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor) and has_bytes(x)}
 
 
 def tell_of_samples(integers):

@@ -68,9 +68,13 @@ class Deck(IterableDataset):  # all samples, to each rank, in an order of its ow
 class Labelled(IterableDataset):  # of samples that each rank changes in its own way: all or, if right, a share
     def __iter__(self):
         for i in range(64):
-            label, places = (i + 64 * rank * (kind == "own labels")) ** 2 % 23, torch.arange(9) + i // 8
+            label, places = (i + 64 * rank * kind.startswith("own labels")) ** 2 % 23, torch.arange(9) + i // 8
             alike = {"number": i, "mask": torch.arange(9) < random.Random(i).randrange(9), "places": places}
             yield samples[i] + torch.randn(4), {"bytes": torch.randint(99, (9,)), "label": label, **alike}
+
+class Record:  # of a whole batch, as a dataclass is
+    def __init__(self, batch):
+        self.opaque, self.more = torch.utils.data.default_collate(batch)
 
 def boxes(batch):  # as for detection, labels by image
     return torch.stack([sample for sample, _ in batch]), [torch.tensor([more["label"]] * 3) for _, more in batch]
@@ -288,8 +292,9 @@ if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
     loader = DataLoader(train_set, batch_size=64)
-if kind in ("labelled", "labelled boxes", "own labels"):
-    loader = DataLoader(Labelled(), batch_size=8, collate_fn=boxes if kind == "labelled boxes" else None)
+if kind in ("labelled", "labelled boxes", "labelled records", "own labels", "own labels, records"):
+    collate = boxes if "boxes" in kind else Record if "records" in kind else None
+    loader = DataLoader(Labelled(), batch_size=8, collate_fn=collate)
 if kind == "volumes":  # the corners of which are empty
     volumes = [torch.cat([torch.zeros(10**5), sample]).as_subclass(Volume) for sample in samples]
     loader = DataLoader(volumes, batch_size=2)
@@ -574,6 +579,7 @@ MISTAKES = {
         "labelled",
         "suspicion: .*same integers, .*: batch.1..'label'. in batches of Labelled;",
     ),
+    "and a batch is an object": ("labelled records", "suspicion: .*same integers, .*: batch.'more'..'label'. in"),
     "boxes that each rank augments": ("labelled boxes", "suspicion: .*same integers, .*: batch .small tensors. in"),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
@@ -641,7 +647,8 @@ RIGHT += ["unfrozen and wrapped", "spectral norm", "older spectral norm", "opaqu
 RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", "two at once", "tensor", "held test"]
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
-RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share", "graphs"]
+RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
+RIGHT += ["own labels, records", "graphs"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["replayed share", "replayed test", "of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
 RIGHT += ["peeks, one step"]
