@@ -113,7 +113,7 @@ done
 stop() { # exit code, reason
     ((code == 0)) || return
     echo "$2: stopping all hosts" >&2
-    (($1 != 255)) || echo 'This is of ssh: look whether the training there goes on before you start again' >&2
+    (($1 != 255)) || echo 'ssh itself has failed: look whether the training there goes on before you start again' >&2
     code=$1 SECONDS=0
     kill "$pipe" 2>/dev/null # Ctrl-C may have done so
 }
