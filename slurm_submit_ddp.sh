@@ -35,7 +35,7 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# Of an array, requeue the task 123_4, not the job id: the last task shares its job id with the whole array.
+# Name an array's task by array id and index, as 123_4: the last task's job id is also the whole array's.
 # SLURM_ARRAY_* may be inherited from the job that submitted this one, so check that 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ ddp = DistributedDataParallel(model)  # 4. start from equal weights and average 
 for epoch in range(first_epoch, EPOCHS):
     if patience == 0:  # on all ranks at once, as `patience` depends on the accuracy over all ranks
         break
+    start = time.perf_counter()
     model.train()
     sampler.set_epoch(epoch)  # 5. shuffle again in every epoch
     # Each rank and epoch has a seed of its own, for dropout and augmentation. hash() of numbers, unlike
@@ -110,7 +112,8 @@ for epoch in range(first_epoch, EPOCHS):
     improved = accuracy > best
     best, patience = (accuracy, PATIENCE) if improved else (best, patience - 1)
     if rank == 0:  # 7. let one rank write, and let all ranks decide: no `break` in here
-        print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}, {world_size} ranks on {device}")
+        more = f"{world_size} ranks on {device}, {time.perf_counter() - start:.1f} s"
+        print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.2%}, {more}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
