@@ -760,7 +760,7 @@ class Doctor:
             self.look("optimizer", state.key, "the end", state, parameters(optimizer) if unchanged else [])
             # Without DDP, buffers may be made equal now and then, so only the last of them count.
             if (model := state.model()) is not None:
-                self.look("buffers", state.key, "the end", model)
+                self.look("buffers without DDP", state.key, "the end", model)
         for loader in [*self.loaders.values()]:
             self.end_pass(loader)
         self.look("schedules", "", "the end", self.schedules, self.passes / max(1, self.steps))
@@ -1019,6 +1019,14 @@ def buffers(model):
     Denys88/rl_games#363, lucidrains/vector-quantize-pytorch#17"""
     shapes, hashes = tensors(own_buffers(model))
     return [*shapes.values()], hashes
+
+
+@check("buffers without DDP", differ, "suspicion")
+def buffers_without_ddp(model):
+    """buffers differ by rank
+    All-reduce the sums and counts of each batch before you update them, or all-gather what a queue takes.
+    If training does not use them, and rank 0's are enough, as StyleGAN's average for its samples, it is right."""
+    return buffers(model)
 
 
 @check("random_split", differ)

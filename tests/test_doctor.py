@@ -589,8 +589,14 @@ MISTAKES = {
     "augmentation by a loader, with one seed": ("noisy files", "suspicion: .*same random numbers: torch's .cpu."),
     "rollouts between the steps, with one seed": ("rollouts", "suspicion: .*same random numbers: NumPy's"),
     "Denys88/rl_games#363": ("statistics", "buffers differ by rank: mean;"),
-    "Denys88/rl_games#363, gradients averaged by hand": ("statistics by hand", "buffers differ by rank: mean; .* end"),
-    "and rank 0 has a module around it": ("evaluator, statistics by hand", "buffers differ by rank: 0.mean; .* end"),
+    "Denys88/rl_games#363, gradients averaged by hand": (
+        "statistics by hand",
+        "suspicion: buffers differ by rank: mean; .* end",
+    ),
+    "and rank 0 has a module around it": (
+        "evaluator, statistics by hand",
+        "suspicion: buffers differ by rank: 0.mean; .* end",
+    ),
     "lucidrains/vector-quantize-pytorch#17": ("codebook", "buffers differ by rank: mean;"),
     "leggedrobotics/rsl_rl#226": ("count", "suspicion: .*tensors that DDP does not see to differ: count;"),
     "ConvNeXt: an average of weights before DDP": ("copy", "suspicion: .*copies of the model differ by rank.*: Model"),
