@@ -101,7 +101,7 @@ label() { # print what a host prints, with its name in front
     return 1
 }
 # ssh and sed inherit the trap: Ctrl-C must not end them before the training has saved. An ssh that
-# shares a connection (ControlMaster) undoes the trap, so setsid keeps Ctrl-C from this ssh.
+# shares a connection (ControlMaster) undoes the trap, so setsid shields it from Ctrl-C.
 trap '' HUP INT TERM PIPE
 for node in "${!hosts[@]}"; do
     remote="cd $(printf %q "$PWD") && exec 3<&0 || exit; $(command_of "$node") & $watch"

@@ -501,7 +501,7 @@ def catch_signals(args):
         if number == signal.SIGINT and not dist.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # so a second Ctrl-C ends plain python
 
-    for number in SIGNALS:  # not Python's handler of Ctrl-C: it could print into the bar
+    for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
     atexit.register(end_workers)  # the loaders' workers: ignore_signals keeps them alive
     return signals
