@@ -89,7 +89,7 @@ save_and_stop() {
     # A rank that is still starting ignores it: so it comes again after 60 s.
     timeout 60 tail --pid="$srun" -f /dev/null || kill -USR1 "$srun" &
 }
-trap '' USR1            # without a checkpoint, the training uses the time that is left
+trap '' USR1            # without a checkpoint, ignore it: the training goes on until the limit
 trap 'kill "$srun"' INT # Ctrl-C in a shell of salloc would end only this script, not srun
 if [[ " $* " == *" --checkpoint"[\ =]* ]]; then trap save_and_stop USR1 && trap 'kill -USR1 "$srun"' INT; fi
 while kill -0 "$srun" 2>/dev/null; do

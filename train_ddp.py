@@ -349,7 +349,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # the last one is Ctr
 
 
 def catch_signals(args):
-    """Return a list. With --checkpoint, a signal is added to it; without, it ends the process."""
+    """Return a list. With --checkpoint, signals are added to it; without, they end the process."""
     signals = []
 
     def on_signal(number, frame):
@@ -370,7 +370,7 @@ def ignore_signals(worker):
 
 
 def end_workers():
-    """Kill a failed rank's workers: they ignore SIGTERM, so it would wait for ever for them."""
+    """Kill a failed rank's workers: they ignore SIGTERM, and the rank would wait for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would raise an error for each of them
     for worker in multiprocessing.active_children():
         worker.kill()
