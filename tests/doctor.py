@@ -110,7 +110,7 @@ KNOWN = ("builtins", "torch.", "torchvision.")  # data sets whose samples are th
 BUSY, SILENT = " (in no collective)", " does not answer: it has died, or is in a call that keeps Python busy"
 ANSWER = 5  # seconds in which a rank that lives says where it is
 SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # what `digest` hashes, also NumPy's
-CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what a sample may refer to, but is not
+CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what `opened` does not look into
 MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
@@ -1215,10 +1215,11 @@ class Batches:
 
     def add(self, batch):
         self.number += 1
-        inside = opened(batch) if len(self.hashes) < 255 else batch
-        whole = tree_leaves(inside) if len(self.hashes) < 255 else ()
+        inside = opened(batch) if self.number <= 255 else ()
+        whole = tree_leaves(inside)
         if any(isinstance(x, torch.Tensor) and differs_within(x) for x in whole):
             self.hashes.append(digest(whole))
+        # That of transformers is a UserDict.
         leaves = named_tensors(tree_map(lambda x: dict(x) if isinstance(x, collections.UserDict) else x, batch))
         # Labels and tokens tell of samples that each rank augments in its own way. Each tensor counts by
         # itself, as others, such as images of bytes, may be augmented; small ones, as of boxes, together.

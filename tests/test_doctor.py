@@ -654,10 +654,9 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
-RIGHT += ["own labels, records", "graphs"]
+RIGHT += ["own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["replayed share", "replayed test", "of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
-RIGHT += ["peeks, one step"]
 
 
 @pytest.fixture
