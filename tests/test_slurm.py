@@ -140,13 +140,15 @@ def test_an_interactive_allocation(slurm, submit, tmp_path):
 @pytest.mark.parametrize(("flag", "saves"), [("--checkpoint", 1), ("--metrics", 0)])
 def test_ctrl_c_in_an_allocation(flag, saves, slurm, submit, tmp_path):
     """In a shell that lives on, where the step would, too."""
-    shell = f"bash {SUBMIT} {flag}; echo left: $(squeue --noheader --steps --format=%j)."
+    # The controller hears that a step is over after srun has.
+    over = "timeout 20 bash -c 'while squeue --noheader --steps | grep -q .; do sleep 0.5; done' && echo none left"
+    shell = f"bash {SUBMIT} {flag}; {over}"
     command = slurm.login.inside("salloc", "--nodes=1", "bash", "-c", f": ; {shell}", cwd=tmp_path)
     with Background(*command, log=tmp_path / "log", **slurm.env, SCRIPT=tmp_path / "worker.py") as job:
         job.wait_for("started")
         slurm.login.signal(signal.SIGINT, f"bash {SUBMIT} {flag} ")
         job.wait()
-        assert job.output().count("saving") == saves and "left: ." in job.output()
+        assert job.output().count("saving") == saves and "\nnone left\n" in job.output()
     alone = run(["bash", SUBMIT])
     assert alone.returncode and "submit this with sbatch" in alone.stderr
 
