@@ -399,10 +399,10 @@ def test_norms_before_clipping(tmp_path):
 
 
 def test_a_count_over_all_ranks(train_many):
-    """With SGD, as Adam hides a wrong factor, and a mask that leaves the ranks very different counts."""
+    """With SGD, as Adam hides a wrong factor, and with labels ignored so that the ranks have very different counts."""
     many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")
-    masked = lesson("mask").replace("labels != 0", "labels < 2").replace("inputs", "images")
-    source = re.sub(r" {8}loss = .*\n", textwrap.indent(masked, 8 * " "), many)
+    ignoring = "IGNORE = -100\nlabels[labels > 1] = IGNORE\n" + lesson("min=1 avoids").replace("inputs", "images")
+    source = re.sub(r" {8}loss = .*\n", textwrap.indent(ignoring, 8 * " "), many)
     _, two = train_many(source)
     _, one = train_many(source.replace("=64, sampler=s", "=128, sampler=s"), nproc=1)
     torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
@@ -469,11 +469,11 @@ def accumulated():
     (gradient,) = torch.autograd.grad(expected, model[0].weight)
     mine = slice(dist.get_rank(), None, 2)
     values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2}
-    values |= {"contextlib": contextlib, "ACCUM_STEPS": 3, "device": "cpu", "optimizer": mock.Mock()}
+    values |= {"IGNORE": 0, "contextlib": contextlib, "ACCUM_STEPS": 3, "device": "cpu", "optimizer": mock.Mock()}
     values["train_loader"] = [*zip(samples[mine].split(4), labels[mine].split(4), strict=True)]
     log = re.search(r"loss_sum \+= .*", OWN)[0]
     values |= {"inputs": samples[mine], "labels": labels[mine], "loss_sum": torch.zeros(())}
-    exec(f"{lesson('mask')}{log}", values)
+    exec(f"{lesson('min=1 avoids')}{log}", values)
     accumulate = lesson("ACCUM_STEPS):").replace("loss.backward()", f"loss.backward()\n            {log} * ACCUM_STEPS")
     exec(accumulate, values)
     torch.testing.assert_close(model[0].weight.grad, gradient)
@@ -491,8 +491,10 @@ def class_weights():
     (gradient,) = torch.autograd.grad(weighted(model(samples), labels), model[0].weight)
     mine = slice(dist.get_rank(), None, 2)
     values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "inputs": samples[mine], "labels": labels[mine]}
-    values |= {"ignore_index": -100, "class_weights": weighted.keywords["weight"]}
-    exec(lesson("class_weights[").replace("weight=", "label_smoothing=0.1, weight="), values)
+    values |= {"IGNORE": -100, "class_weights": weighted.keywords["weight"]}
+    (passed,), (count,) = (re.findall(f"`({what})`", README) for what in ("weight=class_weights", "count = class_w.*?"))
+    source = lesson("min=1 avoids").replace("labels, ", f"labels, label_smoothing=0.1, {passed}, ")
+    exec(source.replace("count = (labels != IGNORE).sum()", count).replace(".clamp(min=1)", ""), values)
     values["loss"].backward()
     torch.testing.assert_close(model[0].weight.grad, gradient)
 
@@ -667,10 +669,10 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "the `DataLoader`'s `generator`, from which the workers are seeded": noise,
+    "a `generator` that you pass to the `DataLoader`, as it seeds the workers": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
-    "With class weights, use these lines": class_weights,
+    "With class weights, also pass": class_weights,
     "only its own part of the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
