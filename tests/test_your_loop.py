@@ -461,7 +461,7 @@ def gather_with_gradient():
 
 
 def accumulated():
-    """A mean over tokens in one pass, and in three, and the log by the line of own_loop.py, of three as a sum."""
+    """A mean over tokens in one pass, by a mask, and in three; a log as own_loop.py has it, of three as a sum."""
     draw = torch.Generator().manual_seed(0)
     samples, labels = torch.randn(24, 4, generator=draw), torch.randint(3, (24,), generator=draw)
     model, ddp, _ = make(nn.Linear(4, 3))
@@ -474,6 +474,12 @@ def accumulated():
     log = re.search(r"loss_sum \+= .*", OWN)[0]
     values |= {"inputs": samples[mine], "labels": labels[mine], "loss_sum": torch.zeros(())}
     exec(f"{lesson('min=1 avoids')}{log}", values)
+    values |= {"losses": F.cross_entropy(ddp(samples[mine]), labels[mine], reduction="none"), "w": labels[mine] != 0}
+    of_a_mask = re.search(r"`(total = \(losses.*?)` and `(count = w\..*?)`", README).groups()
+    exec("\n".join([*of_a_mask, *lesson("min=1 avoids").splitlines()[-2:]]), values)
+    values["loss"].backward()
+    torch.testing.assert_close(model[0].weight.grad, gradient)
+    model.zero_grad()
     accumulate = lesson("ACCUM_STEPS):").replace("loss.backward()", f"loss.backward()\n            {log} * ACCUM_STEPS")
     exec(accumulate, values)
     torch.testing.assert_close(model[0].weight.grad, gradient)
@@ -669,7 +675,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "a `generator` that you pass to the `DataLoader`, as it seeds the workers": noise,
+    "if you pass a `generator` to the `DataLoader`, from that: seed it in the same way": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
