@@ -63,8 +63,9 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
   steps under torch.compile of the optimizer's step
 
-It does not compare sharded parameters (DTensor, FSDP2), does not know FSDP1, DeepSpeed, CUDA graphs
-or `Join`, and does not reach processes that the script starts by itself (mp.spawn).
+It does not compare sharded parameters (DTensor, FSDP2), nor what ranks do after a first `Join` (DDP.join),
+does not know FSDP1, DeepSpeed or CUDA graphs, and does not reach processes that the script starts by
+itself (mp.spawn).
 """
 
 import argparse
@@ -97,6 +98,7 @@ from datetime import timedelta
 import torch
 import torch._dynamo  # before itertools.cycle is replaced, as it needs the real one
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -114,6 +116,7 @@ CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what 
 MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
+COUNTED = "optimizer", "copies", "inputs", "tensors", "buffers"  # looks at a step or a pass of the same number
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
     "perhaps in other orders": "the same batches",
@@ -163,6 +166,7 @@ def main(arguments=None):
     doctor.hook(_BaseDataLoaderIter, "__next__", before=doctor.before_next, after=doctor.after_next)
     doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
+    doctor.hook(Join, "__exit__", before=doctor.before_join_ends)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
     real = itertools.cycle  # it stays a class, as scripts may ask what is one
@@ -339,6 +343,7 @@ class Doctor:
         self.rank = self.steps = self.passes = 0
         self.ranks = range(1)
         self.said, self.sharded = [], False
+        self.joined = False  # whether ranks may have taken unequally many steps on purpose
         self.waiting = {}  # looks of rank 0 that have not been compared
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
         self.optimizers, self.states, self.kept = weakref.WeakKeyDictionary(), [], {}
@@ -417,6 +422,8 @@ class Doctor:
         """Let the checks of a place look at things, and leave in the store what they see."""
         # A worker of a DataLoader has the process group of its parent, and is another process.
         if self.store is None or not due(count) or os.getpid() != self.process:
+            return
+        if self.joined and place in COUNTED:
             return
         facts = json.dumps([look(*things) for look, *_ in CHECKS[place]])
         if self.rank:
@@ -545,6 +552,9 @@ class Doctor:
             self.look("tensors", state.key, state.passes, ddp.module, state)
             if state.copied:
                 self.look("buffers", state.key, state.passes, ddp.module)
+
+    def before_join_ends(self, *_):
+        self.joined = True
 
     def before_seed(self, *_):
         self.random = {} if self.store is None else random_states()
@@ -834,6 +844,7 @@ class Doctor:
             why = "the script has started its processes by itself, not by torchrun" if self.spawned else why
             line = f"{why}, so there was nothing to compare"
         line += " (sharded parameters were not compared)" * self.sharded
+        line += " (after a `Join`, weights were not compared)" * self.joined
         if self.steps and not self.passes and next(self.number["loader"]) == 1:
             line += " (no batches were seen)"
         if os.environ.get("RANK", "0") == "0":

@@ -1150,6 +1150,30 @@ def test_sharded(tmp_path):
     assert "nothing found" in output and "(sharded parameters were not compared) (no batches were seen)" in output
 
 
+JOINED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for epoch in range(2):
+    with ddp.join():
+        for step in range(8 - dist.get_rank()):
+            ddp(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_joined(tmp_path):
+    """The 8th step of rank 1 is in another epoch."""
+    (tmp_path / "joined.py").write_text(JOINED)
+    output = finish(examine, tmp_path / "joined.py")
+    assert "nothing found" in output and "(after a `Join`, weights were not compared)" in output
+
+
 def test_four_processes(loop):
     assert "nothing found" in finish(examine, loop, "plain", nproc=4)
 
