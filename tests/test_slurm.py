@@ -63,25 +63,12 @@ def test_srun_starts_several_worlds_of_one_but_its_shell_is_one(slurm, small_mni
 
 def test_processes_and_their_variables(slurm, submit, tmp_path):
     (tmp_path / "worker.py.end").touch()
-    flags = {"--gres=gpu:1": 1, "--gpus-per-node=1": 1, "--gpus-per-node=0": 1}
-    jobs = {submit(flags=("--nodes=1", flag)): [(processes, 16 // processes, 100)] for flag, processes in flags.items()}
+    jobs = {submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8, **IN_A_STEP): [(1, 7, 8)]}
     jobs[submit(flags=["--nodes=1"], **IN_AN_ALLOCATION)] = [(2, 8, 100)]
+    jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
     (tmp_path / "my worker.py").write_text(WORKER)
     (tmp_path / "my worker.py.end").touch()
     jobs[submit(NPROC_PER_NODE=3, SCRIPT="my worker.py")] = [(3, 5, 100)]
-    tasks = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--cpus-per-task=8")
-    jobs[submit(flags=tasks)] = [(2, 8, 100)]
-    file = edited(tmp_path, "\n#SBATCH --gpus-per-node=2", "")
-    tasks = (*tasks[:2], "--gpus-per-task=lab:1", *tasks[3:])
-    jobs[submit(flags=tasks, file=file)] = [(2, 8, 100)]
-    jobs[submit(flags=("--nodes=1", "--gres=gpu:lab:1"), file=file)] = [(1, 16, 100)]
-    file = edited(tmp_path, "\n#SBATCH --ntasks-per-node=1", "")
-    jobs[submit(flags=("--nodes=1", "--ntasks=2", "--cpus-per-task=8"), file=file)] = [(2, 8, 100)]
-    jobs[submit(OMP_NUM_THREADS=7, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=8, **IN_A_STEP)] = [(1, 7, 8)]
-    jobs[submit(flags=("--gpus-per-node=0", "--gpus=3"))] = [(1, 16, 100), (2, 8, 100)]  # on two nodes
-    file = edited(tmp_path, "\n#SBATCH --cpus-per-task", "\n#")
-    flags = ("--nodes=1", "--cpus-per-gpu=4")
-    jobs[submit(flags=flags, file=file, SLURM_CPUS_PER_TASK=2)] = [(2, 4, 100)]  # as in a shell of srun
     # A login does not set what the tests need. Two tasks have twice the CPUs.
     file = edited(tmp_path, "\n# module load", f"\n{ENVIRONMENT} SCRIPT={tmp_path}/worker.py\n#")
     jobs[submit(flags=("--export=NONE", "--ntasks-per-node=2"), file=file)] = 2 * [(2, 16, 100)]
@@ -93,14 +80,35 @@ def test_processes_and_their_variables(slurm, submit, tmp_path):
         assert sorted(re.findall("started .*", log)) == started, log
 
 
-def test_one_process_per_gpu(slurm, submit, tmp_path):
-    """torchrun is a stub, as there may be no GPU; Slurm says how many there are, or nothing. More than CPUs, too."""
+def test_what_torchrun_is_told(slurm, submit, tmp_path):
+    """By each way to ask for GPUs and CPUs. It is a stub, which starts at once, and needs no GPU for "gpu"."""
     (tmp_path / "torchrun").write_text("#!/bin/sh\necho $OMP_NUM_THREADS torchrun $*\n")
     (tmp_path / "torchrun").chmod(0o755)
-    for flag, processes, threads in (("--gres=gpu:2", "gpu", 8), ("--gpus-per-node=0", "gpu", 1), ("--mem=0", 17, 1)):
-        env = {"NPROC_PER_NODE": processes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        log = slurm.finish(submit(flags=("--nodes=1", flag), **env))[2]
+    told = {}
+
+    def ask(*flags, left_out="no line", processes, threads, **env):
+        file = edited(tmp_path, f"\n#SBATCH --{left_out}", "\n#")
+        env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+        told[submit(flags=("--nodes=1", *flags), file=file, **env)] = processes, threads
+
+    ask("--gres=gpu:1", processes=1, threads=16)
+    ask("--gpus-per-node=1", processes=1, threads=16)
+    ask("--gpus-per-node=0", processes=1, threads=16)
+    ask("--gres=gpu:lab:1", left_out="gpus-per-node", processes=1, threads=16)
+    by_task = ("--ntasks-per-node=2", "--cpus-per-task=8")
+    ask("--gpus-per-task=1", *by_task, processes=2, threads=8)
+    ask("--gpus-per-task=lab:1", *by_task, left_out="gpus-per-node", processes=2, threads=8)
+    ask("--ntasks=2", "--cpus-per-task=8", left_out="ntasks-per-node", processes=2, threads=8)
+    in_a_step = {"SLURM_CPUS_PER_TASK": 2}
+    ask("--cpus-per-gpu=4", left_out="cpus-per-task", processes=2, threads=4, **in_a_step)
+    # Slurm says how many GPUs there are, or nothing. There may be more processes than CPUs, too.
+    ask("--gres=gpu:2", NPROC_PER_NODE="gpu", processes="gpu", threads=8)
+    ask("--gpus-per-node=0", NPROC_PER_NODE="gpu", processes="gpu", threads=1)
+    ask("--mem=0", NPROC_PER_NODE=17, processes=17, threads=1)
+    for job, (processes, threads) in told.items():
+        log = slurm.finish(job)[2]
         assert re.search(f"(?m)^{threads} torchrun .* --nproc-per-node={processes} ", log), log
+        assert f": processes: {processes}, CPU threads per process: {threads}\n" in log
 
 
 def test_the_short_job(slurm, submit, tmp_path):
