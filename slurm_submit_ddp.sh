@@ -35,9 +35,9 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# The job id of an array's last task is also that of the whole array. So requeue this task alone, as
-# 123_4, but only if that is this job's name: SLURM_ARRAY_* may be left over from an array job that has
-# submitted it.
+# The job id of an array's last task is also that of the whole array: to requeue this task alone, this
+# script calls it 123_4. If a task of another array has submitted this job, 123_4 is that task, so
+# scontrol is asked.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and kills the training after 30 s,

@@ -503,7 +503,7 @@ def catch_signals(args):
 
     for number in SIGNALS:  # SIG_DFL: Python's own handler of Ctrl-C could print into the bar
         signal.signal(number, on_signal if args.checkpoint else signal.SIG_DFL)
-    atexit.register(end_workers)  # the loaders' workers: ignore_signals keeps them alive
+    atexit.register(end_workers)  # workers of a loader, as these ignore signals
     return signals
 
 

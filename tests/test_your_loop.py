@@ -401,7 +401,7 @@ def test_norms_before_clipping(tmp_path):
 def test_a_count_over_all_ranks(train_many):
     """With SGD, as Adam hides a wrong factor, and with labels ignored so that the ranks have very different counts."""
     many = MANY.replace("Adam(", "SGD(").replace("0.003", "0.1")
-    ignoring = "IGNORE = -100\nlabels[labels > 1] = IGNORE\n" + lesson("min=1 avoids").replace("inputs", "images")
+    ignoring = "IGNORE = -100\nlabels[labels > 1] = IGNORE\n" + lesson("avoids 0 / 0").replace("inputs", "images")
     source = re.sub(r" {8}loss = .*\n", textwrap.indent(ignoring, 8 * " "), many)
     _, two = train_many(source)
     _, one = train_many(source.replace("=64, sampler=s", "=128, sampler=s"), nproc=1)
@@ -473,10 +473,10 @@ def accumulated():
     values["train_loader"] = [*zip(samples[mine].split(4), labels[mine].split(4), strict=True)]
     log = re.search(r"loss_sum \+= .*", OWN)[0]
     values |= {"inputs": samples[mine], "labels": labels[mine], "loss_sum": torch.zeros(())}
-    exec(f"{lesson('min=1 avoids')}{log}", values)
+    exec(f"{lesson('avoids 0 / 0')}{log}", values)
     values |= {"losses": F.cross_entropy(ddp(samples[mine]), labels[mine], reduction="none"), "w": labels[mine] != 0}
     of_a_mask = re.search(r"`(total = \(losses.*?)` and `(count = w\..*?)`", README).groups()
-    exec("\n".join([*of_a_mask, *lesson("min=1 avoids").splitlines()[-2:]]), values)
+    exec("\n".join([*of_a_mask, *lesson("avoids 0 / 0").splitlines()[-2:]]), values)
     values["loss"].backward()
     torch.testing.assert_close(model[0].weight.grad, gradient)
     model.zero_grad()
@@ -499,8 +499,8 @@ def class_weights():
     values = {"dist": dist, "nn": nn, "ddp": ddp, "world_size": 2, "inputs": samples[mine], "labels": labels[mine]}
     values |= {"IGNORE": -100, "class_weights": weighted.keywords["weight"]}
     (passed,), (count,) = (re.findall(f"`({what})`", README) for what in ("weight=class_weights", "count = class_w.*?"))
-    source = lesson("min=1 avoids").replace("labels, ", f"labels, label_smoothing=0.1, {passed}, ")
-    exec(source.replace("count = (labels != IGNORE).sum()", count).replace(".clamp(min=1)", ""), values)
+    source = lesson("avoids 0 / 0").replace("labels, ", f"labels, label_smoothing=0.1, {passed}, ")
+    exec(source.replace("count = (labels != IGNORE).sum()", count), values)
     values["loss"].backward()
     torch.testing.assert_close(model[0].weight.grad, gradient)
 
