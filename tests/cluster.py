@@ -17,9 +17,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import of torch, which takes seconds, in silence
 from conftest import ROOT, environment, run, wait_until
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")

@@ -1,4 +1,7 @@
-"""What all tests share: starting the scripts, by torchrun or at once; and a small MNIST."""
+"""What all tests share: starting the scripts, by torchrun or at once; and a small MNIST.
+
+torch takes seconds to import, so it is imported only where it is used: cluster.py and soak.py start without it.
+"""
 
 import contextlib
 import gc
@@ -18,13 +21,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
-from small_model import run_script, with_small_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_ddp
-
-ROOT = Path(train_ddp.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 SCRIPTS = DDP, MANUAL = "train_ddp.py", "train_manual_ddp.py"
 SMALL_MODEL = ROOT / "tests" / "small_model.py"  # which takes a script and its flags
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -37,7 +36,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as
 # these are below those. Each of pytest's workers begins hundreds away from others, also from those of other tests.
 PORTS = itertools.count(10_000 + 463 * os.getpid() % 19_000)
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
-FORKSERVER.set_forkserver_preload(["conftest", "torch._dynamo"])
+FORKSERVER.set_forkserver_preload(["conftest", "small_model", "train_ddp", "torch._dynamo"])
 
 
 def wait_until(look, timeout=300):
@@ -127,6 +126,8 @@ def in_dir(folder, function, *arguments):
 
 
 def be_rank(log, env, target, *arguments):
+    import torch
+
     gc.freeze()  # whoever looks at all objects would copy the memory that this fork shares
     os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -142,6 +143,8 @@ class Ranks(Background):
     """
 
     def __init__(self, *target, nproc=2, log=None, share_gpu=False, **env):
+        from small_model import run_script, with_small_model
+
         self.file = None if log else tempfile.NamedTemporaryFile()  # noqa: SIM115, it lives as long as this
         self.log = log or Path(self.file.name)
         target = target if callable(target[0]) else (with_small_model, run_script, *target)
@@ -197,6 +200,8 @@ def weights(output):
 
 def write_mnist(folder, train_size=600, test_size=101):
     """Write synthetic images in MNIST's layout."""
+    import train_ddp
+
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for i, (split, size) in enumerate((("train", train_size), ("t10k", test_size))):
@@ -215,6 +220,9 @@ def small_mnist(tmp_path_factory):
 @pytest.fixture
 def train_many(tmp_path):
     """Return a function that trains many_gpus.py, or what has become of it; it returns what is printed and saved."""
+    import torch
+    from small_model import run_script
+
     write_mnist(tmp_path / "data", train_size=2048)
 
     def train_many(source, nproc=2, run=finish):

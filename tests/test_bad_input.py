@@ -20,11 +20,10 @@ from conftest import (
     fail,
     finish,
     run,
-    run_script,
     torchrun,
-    with_small_model,
     write_mnist,
 )
+from small_model import run_script, with_small_model
 from torchvision.datasets import MNIST
 
 import train_ddp

@@ -29,11 +29,10 @@ from conftest import (
     fail,
     finish,
     outcome,
-    run_script,
     torchrun,
     weights,
-    with_small_model,
 )
+from small_model import run_script, with_small_model
 from soak import disturb
 from torch.utils.data import TensorDataset
 

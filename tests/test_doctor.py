@@ -21,7 +21,8 @@ import doctor
 import numpy
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, with_small_model, write_mnist
+from conftest import ROOT, SCRIPTS, Ranks, finish, in_dir, run, torchrun, weights, write_mnist
+from small_model import with_small_model
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 DOCTOR = ROOT / "tests" / "doctor.py"

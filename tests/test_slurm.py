@@ -162,15 +162,15 @@ def test_ctrl_c_in_an_allocation(flag, saves, slurm, submit, tmp_path):
 
 
 def test_time_limit(slurm, submit, small_mnist, tmp_path):
-    """The twin, as the file asks for it, but for the CPUs; an argument has spaces."""
-    arguments = (SCRIPTS[1], *SMALL, small_mnist, "--epochs", 4)
+    """The twin on two nodes; an argument has spaces."""
+    arguments = (SCRIPTS[1], *SMALL, small_mnist, "--batch-size", 100, "--epochs", 4)
     saved = ("--checkpoint=ck.pt", "--metrics", "a 'metrics' file*")
-    job = submit(*arguments, *saved, flags=["--cpus-per-task=2"], SCRIPT=SMALL_MODEL, PAUSE=1)
+    job = submit(*arguments, *saved, flags=["--gpus-per-node=1", "--cpus-per-task=1"], SCRIPT=SMALL_MODEL, PAUSE=1)
     wait_until(lambda: "step 1 " in slurm.log(job))
     for node in slurm.nodes:  # as Slurm looks at limits every 30 s
         node.signal(signal.SIGSTOP, f"-u {SMALL_MODEL}")  # how torchrun calls it
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-    undisturbed = finish(*arguments, nproc=4)
+    undisturbed = finish(*arguments)
     wait_until(lambda: "time is nearly up" in slurm.log(job))
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     for node in slurm.nodes:

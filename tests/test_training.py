@@ -31,12 +31,11 @@ from conftest import (
     in_dir,
     outcome,
     run,
-    run_script,
     wait_until,
     weights,
-    with_small_model,
     write_mnist,
 )
+from small_model import run_script, with_small_model
 
 import train_ddp
 

@@ -30,12 +30,11 @@ from conftest import (
     finish,
     in_dir,
     run,
-    run_script,
     torchrun,
     weights,
-    with_small_model,
     write_mnist,
 )
+from small_model import run_script, with_small_model
 from test_checkpoint import killed_in_a_save
 from test_readme import COMPARED, MANY, METRIC, ONE, OWN, README, lesson
 from torch import nn
