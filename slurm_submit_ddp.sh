@@ -35,9 +35,9 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# The job id of an array's last task is also that of the whole array: to requeue this task alone, this
-# script calls it 123_4. If a task of another array has submitted this job, 123_4 is that task, so
-# scontrol is asked.
+# An array's last task shares its job id with the whole array. So requeue a task by its array and index,
+# as 123_4. These variables may be inherited from an array's task that has submitted this job, so ask
+# scontrol whether this is its name.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and kills the training after 30 s,
