@@ -674,7 +674,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "if you pass a `generator` to the `DataLoader`, from that: seed it in the same way": noise,
+    "pass a `generator` to the `DataLoader`, this seeds them: then seed the generator by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
