@@ -99,8 +99,8 @@ def test_what_torchrun_is_told(slurm, submit, tmp_path):
     ask("--gpus-per-task=1", *by_task, processes=2, threads=8)
     ask("--gpus-per-task=lab:1", *by_task, left_out="gpus-per-node", processes=2, threads=8)
     ask("--ntasks=2", "--cpus-per-task=8", left_out="ntasks-per-node", processes=2, threads=8)
-    in_a_step = {"SLURM_CPUS_PER_TASK": 2}
-    ask("--cpus-per-gpu=4", left_out="cpus-per-task", processes=2, threads=4, **in_a_step)
+    # The variable is one of a shell of srun.
+    ask("--cpus-per-gpu=4", left_out="cpus-per-task", processes=2, threads=4, SLURM_CPUS_PER_TASK=2)
     # Slurm says how many GPUs there are, or nothing. There may be more processes than CPUs, too.
     ask("--gres=gpu:2", NPROC_PER_NODE="gpu", processes="gpu", threads=8)
     ask("--gpus-per-node=0", NPROC_PER_NODE="gpu", processes="gpu", threads=1)
