@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
-FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "If a loop with workers hangs" in the README
+FORK = "fork" if sys.version_info >= (3, 11, 10) else "spawn"  # see "Is it a loader's worker?" in the README
 
 
 def break_off(*target, nproc):
