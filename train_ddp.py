@@ -82,7 +82,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take step - 0.5, as the last step's rate would otherwise be 0.
+            # Take step - 0.5: at `step`, the last rate would be 0, and the step wasted.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -170,8 +170,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums before torch ends this process: see `timeout` in
-    # the reference of init_process_group.
+    # When a rank dies, NCCL may return wrong sums in the moments before torch ends this process.
+    # (The reference of init_process_group says so, at `timeout`.)
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

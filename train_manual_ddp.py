@@ -122,8 +122,8 @@ class GradientAverager:
 
     Gradients may not be sparse. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. With "bucketed", a p.grad may be in an all-reduce until
-    average() returns: until then, another backward() of the same parameters raises RuntimeError.
+    average() after the last. Before it, another backward() of the same parameters raises
+    RuntimeError with "bucketed", as an all-reduce may be sending their p.grad.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -161,15 +161,15 @@ class GradientAverager:
 
     def _on_gradient(self, bucket, p):
         # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once
-        # p.grad is collected, an all-reduce may be sending it: until average(), it must not change.
+        # p.grad is collected, an all-reduce may be sending it, so it must not change any more.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
             return
         bucket.collect(p)
-        # All-reduces are matched by their order alone: the first of a rank with the first of the
-        # others. As ranks may fill their buckets in different orders (when only one of them uses a
-        # branch), all send them in the order of this list: a complete one waits for its turn.
+        # The first all-reduce of a rank adds to the first of the others, whatever they send. As
+        # ranks may fill their buckets in different orders (when only one of them uses a branch),
+        # all send them in the order of this list: a complete one waits for its turn.
         for other in self.buckets:
             if other.pending:
                 break
@@ -225,7 +225,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take step - 0.5, as the last step's rate would otherwise be 0.
+            # Take step - 0.5: at `step`, the last rate would be 0, and the step wasted.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
@@ -314,8 +314,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums before torch ends this process: see `timeout` in
-    # the reference of init_process_group.
+    # When a rank dies, NCCL may return wrong sums in the moments before torch ends this process.
+    # (The reference of init_process_group says so, at `timeout`.)
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

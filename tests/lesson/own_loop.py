@@ -38,8 +38,8 @@ val_set = MNIST("data", train=False, transform=ToTensor())  # as MNIST has no va
 sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # equal shares
 share = range(rank, len(val_set), world_size)  # each image once, however many ranks there are
 options = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, "pin_memory": cuda}
-# If "fork" hangs, see the README. Other ways to start workers, such as Python 3.14's default, need
-# an `if __name__ == "__main__":`.
+# Other ways to start workers, such as Python 3.14's default, need an `if __name__ == "__main__":`. If
+# "fork" hangs, see "It hangs" in the README.
 options["multiprocessing_context"] = "fork" if WORKERS else None
 # Here, drop_last leaves out a smaller last batch, as each of its samples would weigh more.
 train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
