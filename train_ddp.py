@@ -82,7 +82,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take step - 0.5: at `step`, the last rate would be 0, and the step wasted.
+            # With `step` in place of step - 0.5, the rate of the last step would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)

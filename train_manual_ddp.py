@@ -122,8 +122,8 @@ class GradientAverager:
 
     Gradients may not be sparse. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. Before it, another backward() of the same parameters raises
-    RuntimeError with "bucketed", as an all-reduce may be sending their p.grad.
+    average() after the last. With "bucketed", a further backward() without average() in between
+    raises RuntimeError, as an all-reduce may be sending its gradients.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -225,7 +225,7 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # Take step - 0.5: at `step`, the last rate would be 0, and the step wasted.
+            # With `step` in place of step - 0.5, the rate of the last step would be 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)

@@ -674,7 +674,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "that you pass to the `DataLoader` seeds them in its place: then seed this by rank": noise,
+    "`generator`, the workers are seeded from that: then seed the generator by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
