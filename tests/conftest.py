@@ -1,6 +1,6 @@
 """What all tests share: starting the scripts, by torchrun or at once; and a small MNIST.
 
-torch takes seconds to import, so it is imported only where it is used: cluster.py and soak.py start without it.
+torch takes seconds to import, so it is imported only where it is used: cluster.py starts without it.
 """
 
 import contextlib

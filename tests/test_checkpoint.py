@@ -33,7 +33,6 @@ from conftest import (
     weights,
 )
 from small_model import run_script, with_small_model
-from soak import disturb
 from torch.utils.data import TensorDataset
 
 import train_ddp
@@ -60,13 +59,29 @@ def undisturbed(flags, tmp_path_factory):
     return folder
 
 
+def new_ranks(job, old=()):
+    """Return the pids of a Background job's two ranks, by rank, once torchrun has started both anew."""
+
+    def find():
+        pids = {rank: pid for rank, pid in job.pids().items() if rank is not None}
+        return pids if len(pids) == 2 and not {*pids.values()} & {*old} else None
+
+    return job.wait_for(find)
+
+
 def test_kills_at_any_moment_under_torchrun(saving, undisturbed, tmp_path):
-    """By the command of the README."""
+    """By the command of the README: rank 0 after some steps, and then rank 1 as it starts anew."""
     (command,) = re.findall("(?m)^TORCH_.* torchrun .*", (ROOT / "README.md").read_text())
     flags = shlex.join(map(str, (*saving, "--save-every", 1)))
     command = f"{command.replace(DDP, f'{SMALL_MODEL} {MANUAL}')} {flags}"
     with Background("bash", "-c", command, log=tmp_path / "log", PAUSE=0.2) as job:
-        disturb(job, 2, 1.5, random.Random(4))  # with this seed, rank 0 in a step, and rank 1 in the second start
+        first = new_ranks(job)
+        job.wait_for("(?s)  loss .*  loss ")  # so the first step may be saved
+        time.sleep(random.uniform(0, 1.5))
+        os.kill(first[0], signal.SIGKILL)
+        second = new_ranks(job, first.values())
+        time.sleep(random.uniform(0, 1.5))
+        os.kill(second[1], signal.SIGKILL)
         assert job.wait() == 0 and "resumed from" in job.output()
     assert outcome(tmp_path / "m.jsonl") == outcome(undisturbed / "m.jsonl")
 

@@ -38,13 +38,11 @@ PRINTS = {  # what a command begins with, and what it prints; all others train
     "diff ": "< from torch.nn.parallel import DistributedDataParallel\n",
     "python tests/benchmark.py": "| --sync flat |",
     "python tests/overlap.py": "```mermaid\ngantt\n",
-    "python tests/soak.py": "\n1 kills: ",
     "./launch_multinode_ddp.sh --nnodes": "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 ",
     "./launch_multinode_ddp.sh --hosts": "--node-rank=1",
 }
 # The only changes of commands: some would take minutes, and of one the hosts do not exist.
-CHANGES = {"--kills 20": "--kills 1", "mark.py": "mark.py --rounds 1 --steps 1 --processes 2"}
-CHANGES["--hosts node0"] = "--dry-run --hosts node0"
+CHANGES = {"mark.py": "mark.py --rounds 1 --steps 1 --processes 2", "--hosts node0": "--dry-run --hosts node0"}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,7 @@ def run_in(copy, command):
     words = next((words for start, words in PRINTS.items() if command.startswith(start)), "weights_sha256 ")
     for old, new in CHANGES.items():
         command = command.replace(old, new)
-    env = {"OMP_NUM_THREADS": 1, "PYTHONPATH": copy / "tests", "PAUSE": 0.5 if "soak" in command else 0}
-    result = run(["bash", "-c", command], cwd=copy, gpu="=gpu" in command, **env)
+    result = run(["bash", "-c", command], cwd=copy, gpu="=gpu" in command, OMP_NUM_THREADS=1, PYTHONPATH=copy / "tests")
     assert words in result.stdout, result.stdout + result.stderr
     assert result.returncode == command.startswith("diff ")
 
@@ -122,7 +119,7 @@ def test_both_sides_of_the_diff_learn_and_the_doctor_finds_a_mistake(copy, tmp_p
 
 
 def test_flags_that_are_named_exist():
-    tools = ("tests/soak.py", "tests/benchmark.py", "tests/doctor.py")
+    tools = ("tests/benchmark.py", "tests/doctor.py")
     files = [*SCRIPTS, *tools, "launch_multinode_ddp.sh", "slurm_submit_ddp.sh"]
     named, ours = (
         {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)}
