@@ -65,9 +65,10 @@ def as_a_task_of_srun():
 def test_starts_that_would_go_wrong_in_silence():
     line = "srun has started unconnected processes: use torchrun, see slurm_submit_ddp.sh"
     assert line in fail(as_a_task_of_srun, SLURM_STEP_NUM_TASKS=2)
-    result = run([*torchrun(1, "--standalone", "--max-restarts=1"), ROOT / DDP])
-    line = "wait: use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=...\n"
-    assert line in result.stderr and "global_batch" not in result.stdout and result.returncode == 1
+    name = "TORCHELASTIC_MAX_RESTARTS"
+    assert run([*torchrun(1, "--standalone", "--max-restarts=3"), "--no-python", "printenv", name]).stdout == "3\n"
+    line = "wait: use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
+    assert fail(DDP, **{name: 3}).endswith(line)
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:5000], lambda _: b"<html>Sign in to use this network</html>"])
