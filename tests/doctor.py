@@ -55,9 +55,9 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
   unequally many
 - one augmentation in all epochs, and what a checkpoint lacks
 - one order in all epochs, where no DistributedSampler, or class made of it, gives it; where the script
-  keeps batches by other means than itertools.cycle(loader); where workers take the order before the
-  first step; where each epoch has a new optimizer, a new sampler beside the old one, or a new data set
-  whose samples are not known to be the same
+  keeps batches, as itertools.cycle(loader) does; where workers take the order before the first step; where
+  each epoch has a new optimizer, a new sampler beside the old one, or a new data set whose samples are not
+  known to be the same
 - draws with replacement, as of WeightedRandomSampler, that take as many samples as on one GPU
 - vocabularies that differ by rank
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
@@ -96,7 +96,7 @@ import weakref
 from datetime import timedelta
 
 import torch
-import torch._dynamo  # before itertools.cycle is replaced, as it needs the real one
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -169,9 +169,6 @@ def main(arguments=None):
     doctor.hook(Join, "__exit__", before=doctor.before_join_ends)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
-    real = itertools.cycle  # it stays a class, as scripts may ask what is one
-    new = {"__new__": lambda cls, batches: doctor.cycle(functools.partial(real.__new__, cls), batches)}
-    itertools.cycle = type("cycle", (real,), new)
     doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
@@ -624,20 +621,6 @@ class Doctor:
             self.look("batches", state.key, count, state.batches.name, hashes)
             if count > 2:  # so that the same order is found before the same samples
                 self.look("loader", state.key, count, state.batches)
-
-    def cycle(self, real, batches):
-        return self.keep(batches, iter(batches)) if isinstance(batches, DataLoader) else real(batches)
-
-    def keep(self, loader, batches):
-        """Do what itertools.cycle does, and look at what it keeps when that is used again."""
-        kept = []
-        for batch in batches:
-            kept.append(batch)
-            yield batch
-        if torch.is_grad_enabled():
-            self.safely(self.look, "cycle", "", next(self.number["cycle"]), loader)
-        while kept:
-            yield from kept
 
     def after_split(self, parts, dataset, *args, **kwargs):
         kind = [len(part) for part in parts], contents(dataset)[1]
@@ -1094,14 +1077,6 @@ def same_order(sampler, again, evaluates):
     lucidrains/DALLE-pytorch#230, kan-bayashi/ParallelWaveGAN#177, ultralytics/yolov5#6741"""
     found = again and sampler.shuffle
     return "", {described(sampler.dataset): ""} if found else {}
-
-
-@check("cycle", alike, "suspicion")
-def kept_batches(loader):
-    """itertools.cycle(loader) gives the batches of the first pass again, in the same order
-    It keeps them. In each epoch, call set_epoch, and iterate over the loader itself."""
-    shuffles = getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler))
-    return "", {described(loader.dataset): ""} if shuffles else {}
 
 
 @check("order", alike, "suspicion")

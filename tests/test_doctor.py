@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 DOCTOR = ROOT / "tests" / "doctor.py"
 
 LOOP = """
-from itertools import chain, count, cycle as replay, islice
+from itertools import chain, count, islice
 from queue import SimpleQueue
 import collections, contextlib, copy, datetime, gc, numpy, os, pathlib, random, signal, sys, threading, time, types
 import weakref
@@ -40,8 +40,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Redu
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, Subset, SubsetRandomSampler, TensorDataset
-
-assert isinstance(replay([]), replay)  # it is still a class
 
 class Model(nn.Module):
     def __init__(self):
@@ -403,10 +401,6 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     batches = iter(loader)
     if kind == "shuffle, in one of two loaders":
         batches = (ours for ours, _ in zip(DataLoader(train_set, batch_size=4, shuffle=True), loader))
-    if kind.startswith("replayed"):
-        own = DataLoader(train_set, batch_size=4, sampler=range(rank, 64, 2))
-        kept = kept if epoch else replay(own if kind == "replayed share" else loader)
-        batches = batches if kind == "replayed test" else kept
     if kind == "thread":
         queue, fetched = SimpleQueue(), chain(batches, [None])
         threading.Thread(target=lambda: [queue.put(batch) for batch in fetched]).start()
@@ -495,7 +489,6 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
     if kind == "by hand":
         dist.all_reduce(other.mean)
     tests = tests if kind == "held test" and epoch else iter(test_loader)
-    tests = islice(kept, 12) if kind == "replayed test" else tests
     tests = [*tests] if kind in ("shuffled test", "persistent test", "repeats, with gradients") else tests
     with torch.no_grad():
         model.eval()
@@ -630,7 +623,6 @@ MISTAKES = {
     "and the sampler yields tensors": ("set_epoch, split order", "the same order in two epochs: 64 samples"),
     "of a new data set": ("set_epoch, new sampler, new data set", "the same order in two epochs: 64 samples"),
     "and the second epoch is the last": ("set_epoch, two breaks", "the same order in two epochs: 64 samples"),
-    "itertools.cycle(loader)": ("replayed", "suspicion: .*again, in the same order: 64 samples .*; .* step 8"),
     "NVlabs/LongLive#71": ("sampler seeds", "is not the same .* TensorDataset, seed 0 on rank 0, 1 on rank 1"),
     "roboflow/rf-detr#1507": ("repeats", "suspicion: .*repeats samples in an evaluation: 1 of 65"),
     "and gradients are turned off later": ("repeats, with gradients", "suspicion: .*repeats .* evaluation: 1 of 65"),
@@ -657,7 +649,7 @@ RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "s
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
 RIGHT += ["own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["replayed share", "replayed test", "of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
+RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
 
 
 @pytest.fixture
