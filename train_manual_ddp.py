@@ -123,7 +123,7 @@ class GradientAverager:
     Gradients may not be sparse. A parameter that no rank has used gets zeros. (DDP leaves its
     gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
     average() after the last. With "bucketed", a further backward() without average() in between
-    raises RuntimeError, as an all-reduce may be sending its gradients.
+    raises RuntimeError, as an all-reduce may be sending the gradients of the one before.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -167,7 +167,7 @@ class GradientAverager:
         if self.accumulating:
             return
         bucket.collect(p)
-        # The first all-reduce of a rank adds to the first of the others, whatever they send. As
+        # All-reduces have no names: the first of a rank is added to the first of the others. As
         # ranks may fill their buckets in different orders (when only one of them uses a branch),
         # all send them in the order of this list: a complete one waits for its turn.
         for other in self.buckets:
@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: if the loss is not finite, the run ends here, unsaved.
+            # Report before each save, too: this ends the run, unsaved, if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, as W may change; at an epoch's last step, all samples are done.
+                # Count samples, as W may change. After the last step, those left out count, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -409,8 +409,8 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, so the sampler yields tensors of indices: dataset[tensor] is a whole
-    # batch, hence batch_size=None. For files, where dataset[i] is one sample:
+    # The images are in memory, where dataset[a tensor of indices] is a whole batch. So the sampler
+    # yields such tensors, and batch_size is None. For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)

@@ -67,8 +67,10 @@ def test_starts_that_would_go_wrong_in_silence():
     assert line in fail(as_a_task_of_srun, SLURM_STEP_NUM_TASKS=2)
     name = "TORCHELASTIC_MAX_RESTARTS"
     assert run([*torchrun(1, "--standalone", "--max-restarts=3"), "--no-python", "printenv", name]).stdout == "3\n"
-    line = "wait: use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
-    assert fail(DDP, **{name: 3}).endswith(line)
+    fix = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts=..."
+    with Ranks(DDP, nproc=1, **{name: 3}) as ranks:
+        assert ranks.wait() == [1]
+        assert ranks.output() == f"a restarted process would look for the dead ones, and wait: use {fix}\n"
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:5000], lambda _: b"<html>Sign in to use this network</html>"])

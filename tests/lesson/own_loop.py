@@ -59,7 +59,7 @@ box = [torch.load("last.pt", map_location="cpu", weights_only=False) if exists e
 dist.broadcast_object_list(box, src=0)  # all ranks get what rank 0 has read, or None
 if state := box[0]:
     if state["settings"] != settings:  # the schedule would be another one
-        sys.exit(f"last.pt is of a run with {state['settings']}, not {settings}: move it away")
+        sys.exit(f"last.pt is of a run with {state['settings']}, not {settings}: move it and best.pt away")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
@@ -87,7 +87,7 @@ for epoch in range(first_epoch, EPOCHS):
         with contextlib.nullcontext() if complete else ddp.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
                 logits = ddp(images)  # 4. again: model(images) would average nothing
-            # A mean over equally many samples on each rank; for masks and tokens, see the README.
+            # A mean over equally many samples on each rank. For ignored pixels or tokens, see the README.
             loss = nn.functional.cross_entropy(logits.float(), labels)
             (loss / ACCUM_STEPS).backward()
         loss_sum += loss.detach() * len(labels)
@@ -117,7 +117,7 @@ for epoch in range(first_epoch, EPOCHS):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
-        names = ["best.pt", "last.pt"] if improved else ["last.pt"]  # last.pt second, as it counts an epoch as done
+        names = ["best.pt", "last.pt"] if improved else ["last.pt"]  # with last.pt, the epoch counts as done
         for name in names:
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
