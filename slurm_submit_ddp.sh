@@ -35,8 +35,8 @@
 
 set -uo pipefail # the scripts of conda and modules do not bear this, so it comes after them
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
-# An array's last task shares its job id with the whole array, so a task is requeued by its array and
-# index, as 123_4. But a job that is submitted from within a task inherits the task's variables. So
+# A task of an array is requeued by the array's id and its index, as 123_4: the job id of the last task
+# is that of the whole array. A job that was submitted from within a task has these variables, too. So
 # ask scontrol whether 123_4 is this job.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task

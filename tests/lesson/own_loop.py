@@ -117,7 +117,8 @@ for epoch in range(first_epoch, EPOCHS):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
-        names = ["best.pt", "last.pt"] if improved else ["last.pt"]  # with last.pt, the epoch counts as done
+        # last.pt comes second: once it is there, this epoch is not trained again.
+        names = ["best.pt", "last.pt"] if improved else ["last.pt"]
         for name in names:
             torch.save(state, f"{name}.tmp")
             os.replace(f"{name}.tmp", name)  # so, whenever it is killed, the file is a whole one
