@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: this ends the run, unsaved, if the loss is not finite.
+            # Report before each save, too: if the loss is not finite, the run exits below, unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -409,10 +409,11 @@ def data_flags(args):
 
 def load(dataset, indices, device, args):
     """Return a loader of these samples, in batches: images, (B, 1, 28, 28), and labels, (B,)."""
-    # The images are in memory, where dataset[a tensor of indices] is a whole batch. So the sampler
-    # yields such tensors, and batch_size is None. For files, where dataset[i] is one sample:
+    # For files, where dataset[i] is one sample:
     # return DataLoader(dataset, args.batch_size, sampler=indices, num_workers=4, pin_memory=True,
     #                   multiprocessing_context="fork", worker_init_fn=ignore_signals)
+    # Here, all is in memory, and dataset[a tensor of indices] is a whole batch. So the sampler
+    # yields such tensors, and batch_size is None.
     index_batches = torch.tensor(indices, dtype=torch.int64, device=device).split(args.batch_size)
     return DataLoader(dataset, batch_size=None, sampler=index_batches)
 

@@ -674,7 +674,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "`generator`, they are seeded from that: then seed the generator by rank": noise,
+    "`generator`, this seeds them instead: then seed the generator by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
