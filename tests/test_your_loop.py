@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
@@ -486,6 +486,19 @@ def accumulated():
     torch.testing.assert_close(values["loss_sum"] / len(samples), 2 * expected.detach())
 
 
+def mean_iou():
+    """With pixels to ignore, and with a class that neither occurs nor is predicted."""
+    draw, rank = torch.Generator().manual_seed(0), dist.get_rank()
+    images, labels = torch.randn(5, 4, 8, 8, generator=draw), torch.randint(3, (5, 8, 8), generator=draw)
+    images[:, 3], labels[:, :2] = -99, 255
+    values = {"torch": torch, "dist": dist, "device": "cpu", "model": nn.Identity(), "C": 4, "IGNORE": 255}
+    values["val_loader"] = DataLoader(TensorDataset(images, labels), 2, sampler=range(rank, 5, 2))
+    exec(lesson("bincount("), values)
+    guessed, true = (x[labels != 255] for x in (images.argmax(dim=1), labels))
+    both = [((guessed == c) & (true == c)).sum() / ((guessed == c) | (true == c)).sum() for c in range(3)]
+    torch.testing.assert_close(values["mean_iou"], sum(both) / 3)
+
+
 def class_weights():
     """Also with smoothed labels, of which some are ignored."""
     draw = torch.Generator().manual_seed(0)
@@ -678,6 +691,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
+    "the mean IoU of a segmentation": mean_iou,
     "only its own part of the gradient": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
