@@ -160,8 +160,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Once
-        # p.grad is collected, an all-reduce may be sending it, so it must not change any more.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A p that
+        # is not pending was collected before, and an all-reduce may be sending its old p.grad.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -205,7 +205,7 @@ def main(args):
 
     torch.manual_seed(args.seed)  # for rank 0's weights, which all ranks get below
     model = build_model().to(device)
-    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # scale it for SGD only
+    peak_lr = args.lr * global_batch / 256 if args.scale_lr else args.lr  # for SGD
     # Fused is faster. A beta of 0.99 averages over 100 steps. The default, 0.999, is for long runs.
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), fused=True)
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: if the loss is not finite, the run exits below, unsaved.
+            # Report before a save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, not steps, as W may change. The last step completes the epoch.
+                # Count samples, as W may change: at the last step all, as the rest is left out.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

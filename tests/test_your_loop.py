@@ -687,12 +687,12 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "`generator`, this seeds them instead: then seed the generator by rank": noise,
+    "`generator`, they are seeded from that: then seed the generator by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
     "the mean IoU of a segmentation": mean_iou,
-    "only its own part of the gradient": gather_with_gradient,
+    "DDP averages these parts, but they have to be summed": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
