@@ -160,8 +160,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. Without
-        # average() since the last time, an all-reduce may still be sending that p.grad.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. In a
+        # further backward() before average(), an all-reduce may still be sending p.grad.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before a save, too, so that a loss which is not finite ends the run unsaved.
+            # Before a save, too: sum_over_ranks_or_exit ends the run if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

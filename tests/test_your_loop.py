@@ -448,11 +448,11 @@ def gather_with_gradient():
         exec(right, values)
     assert values["gather"](torch.tensor([dist.get_rank()] * 2)).tolist() == [0, 0, 1, 1]
     for shape in (), (3,):
-        overlap, total = (torch.full(shape, x, requires_grad=True) for x in (1.0 + dist.get_rank(), 4.0))
-        values |= {"overlap": overlap, "total": total}
+        overlap, area = (torch.full(shape, x, requires_grad=True) for x in (1.0 + dist.get_rank(), 4.0))
+        values |= {"overlap": overlap, "area": area}
         exec(lesson("gather(dice)"), values)
-        values["loss"].backward()
-        assert values["loss"] == 1 - 2 * (1 + 2) / (4 + 4)
+        values["dice_loss"].backward()
+        assert values["dice_loss"] == 1 - 2 * (1 + 2) / (4 + 4)
         assert overlap.grad.sum().isclose(torch.tensor(2 * -2 / (4 + 4)))  # which DDP divides by world_size
     losses = (torch.arange(4.0) + 2 * dist.get_rank()).requires_grad_()
     values["gather"](losses).topk(2).values.mean().backward()  # the hardest, which are both of rank 1
