@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import random
 import re
 import signal
@@ -118,7 +119,7 @@ def test_own_loop_refuses_other_settings_and_a_loss_that_is_not_finite(own_loop,
     longer, diverged = own_loop("longer"), own_loop("diverged", ("0.01, 1.0", "1e30, 1.0"))
     (tmp_path / "longer" / "last.pt").symlink_to(tmp_path / "own" / "last.pt")
     assert "last.pt is of a run with [1, 0, 32, 2, 0.01, 2, 1100], not [6, 0, 32, " in fail(*longer, nproc=2)
-    after = own_loop("after", ("model.eval()\n", "model.eval()\n    model[0].bias.data.fill_(math.nan)\n"))
+    after = own_loop("after", ("model.eval()\n", "model.eval()\n    model[1].running_mean.fill_(math.nan)\n"))
     for name, loop in {"diverged": diverged, "after": after}.items():
         assert "epoch 1: the weights are not finite, and not saved" in fail(*loop, nproc=2) and not [
             *tmp_path.glob(f"{name}/*.pt")
@@ -446,7 +447,8 @@ def gather_with_gradient():
         assert [torch.allclose(p.grad, gradient, rtol=1e-4) for p, gradient in found] == equal
     with torch.no_grad():  # as in an evaluation
         exec(right, values)
-    assert values["gather"](torch.tensor([dist.get_rank()] * 2)).tolist() == [0, 0, 1, 1]
+    for labels in (torch.tensor([dist.get_rank()] * 2), torch.tensor([dist.get_rank() == 1] * 2)):
+        assert values["gather"](labels).tolist() == [0, 0, 1, 1]
     for shape in (), (3,):
         overlap, area = (torch.full(shape, x, requires_grad=True) for x in (1.0 + dist.get_rank(), 4.0))
         values |= {"overlap": overlap, "area": area}
@@ -665,6 +667,11 @@ def iterable():
     loader = DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     first, second = gather([*loader])
     assert sorted(first + second) == [*range(8)] and len(first) == len(second)
+    counts = re.findall(r"`(num_workers \* .*?)`", README)
+    n, num_workers, workers, batch_size = 10, 2, 4, 3
+    for drop_last, count in zip((False, True), counts, strict=True):
+        loader = DataLoader(Numbers(), batch_size, num_workers=2, multiprocessing_context="fork", drop_last=drop_last)
+        assert len([*loader]) == eval(count, {"math": math, **locals()})
 
 
 def averaged():

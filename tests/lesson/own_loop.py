@@ -107,7 +107,8 @@ for epoch in range(first_epoch, EPOCHS):
             hits += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
     dist.all_reduce(sums)  # 6. evaluate together: sums over all ranks first, and then the division
     loss, accuracy = loss_sum.item() / samples.item(), hits.item() / len(val_set)
-    if not all(p.isfinite().all() for p in model.parameters()):  # the weights are equal, so all ranks exit
+    # These are equal on all ranks, so all exit. They include BatchNorm's statistics.
+    if not all(x.isfinite().all() for x in model.state_dict().values()):
         sys.exit(f"epoch {epoch + 1}: the weights are not finite, and not saved: try a lower LR")
     improved = accuracy > best
     best, patience = (accuracy, PATIENCE) if improved else (best, patience - 1)
