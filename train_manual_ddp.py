@@ -231,7 +231,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before a save, too: sum_over_ranks_or_exit ends the run if the loss is not finite.
+            # Report before a save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
