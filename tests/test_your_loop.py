@@ -700,7 +700,7 @@ QUESTIONS = {  # what the page says, and what shows that it is so
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
     "the mean IoU of a segmentation": mean_iou,
-    "DDP averages these parts, but they have to be summed": gather_with_gradient,
+    "so this part is multiplied by world_size": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,

@@ -118,7 +118,7 @@ for epoch in range(first_epoch, EPOCHS):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"scheduler": scheduler.state_dict(), "settings": settings}
         state["progress"] = (epoch + 1, best, patience)
-        # best.pt comes first: a run that is killed before last.pt is there repeats the epoch.
+        # best.pt comes first: if the run is killed before last.pt is written, it repeats the epoch.
         names = ["best.pt", "last.pt"] if improved else ["last.pt"]
         for name in names:
             torch.save(state, f"{name}.tmp")
