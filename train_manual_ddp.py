@@ -97,7 +97,7 @@ class Bucket:
         self.pending = set(self.views)
 
 
-# A bucket is closed at this many bytes: (the first bucket, each later one).
+# A bucket gets parameters until it holds at least this many bytes: (the first one, later ones).
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
@@ -120,10 +120,10 @@ class GradientAverager:
     - "flat": in average(), all in one bucket, or in several where dtypes change;
     - "per-parameter": also in average(), one gradient after the other.
 
-    Gradients may not be sparse. A parameter that no rank has used gets zeros. (DDP leaves its
-    gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and call
-    average() after the last. With "bucketed", a further backward() without average() in between
-    raises RuntimeError, as an all-reduce may be sending the gradients of the one before.
+    Sparse gradients are not supported. A parameter that no rank has used gets zeros. (DDP leaves
+    its gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and
+    call average() after the last. With "bucketed", a backward() between these two raises
+    RuntimeError, as the gradients of the last one are being sent.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -160,16 +160,16 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. In a
-        # further backward() before average(), an all-reduce may still be sending p.grad.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If it is
+        # in the bucket already, it may be on its way: nothing may be added, not even in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
             return
         bucket.collect(p)
-        # All-reduces have no names: the first of a rank is added to the first of the others. As
-        # ranks may fill their buckets in different orders (when only one of them uses a branch),
-        # all send them in the order of this list: a complete one waits for its turn.
+        # All-reduces have no names: the first of a rank is added to the first of the others. But
+        # if only some ranks use a branch of the model, their buckets fill in another order. So all
+        # ranks send in the order of this list: a complete bucket waits for those before it.
         for other in self.buckets:
             if other.pending:
                 break
@@ -211,27 +211,27 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad is a view of the bucket that is sent, not a copy: this saves memory.)
+    # (Each p.grad becomes a part of the flat tensor that is sent, not a copy: this saves memory.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Each rank draws its own dropout in each epoch.
+        # Dropout, if there is any, differs by rank and epoch, and in what is resumed of an epoch.
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The - 0.5 keeps the last step's rate above 0.
+            # The rate is that of the middle of a step: at the end of the last one, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before a save, too: sum_over_ranks_or_exit ends a run whose loss is not finite.
+            # Before a save, too, as this ends a run whose loss is not finite: it must not be saved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # This counts samples, as W may change. After the last step, the epoch is complete.
+                # Saved are samples, not steps, as W may change; after the last step, the whole set.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -314,8 +314,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums in the moments before torch ends this process.
-    # (The reference of init_process_group says so, at `timeout`.)
+    # When a rank dies, NCCL may return wrong sums until torch ends this process, a moment later
+    # (see init_process_group's reference, at `timeout`). What depends on them must not be saved.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

@@ -695,12 +695,12 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "`generator`, they are seeded from that: then seed the generator by rank": noise,
+    "`generator`, it gives them their seeds: then seed the generator by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
     "the mean IoU of a segmentation": mean_iou,
-    "so this part is multiplied by world_size": gather_with_gradient,
+    "So the gradient of z is multiplied by world_size": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum over all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
