@@ -122,8 +122,8 @@ class GradientAverager:
 
     Sparse gradients are not supported. A parameter that no rank has used gets zeros. (DDP leaves
     its gradient alone.) To accumulate, put all backward() calls but the last into no_sync(), and
-    call average() after the last. With "bucketed", a backward() between these two raises
-    RuntimeError, as the gradients of the last one are being sent.
+    call average() after the last. With "bucketed", a further backward() before average() raises
+    RuntimeError, as the gradients are being sent.
     """
 
     def __init__(self, model, sync="bucketed"):
@@ -160,8 +160,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If it is
-        # in the bucket already, it may be on its way: nothing may be added, not even in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A second
+        # call before average() means that a gradient which may be on its way has been changed.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -211,27 +211,27 @@ def main(args):
     # Collective: rank 0 reads the file, if there is one, and all ranks get what is in it.
     first_epoch, steps_done = load_checkpoint(args, model, optimizer, global_batch, steps)
     # 4. Start from equal weights, those of rank 0, and average the gradients in every step.
-    # (Each p.grad becomes a part of the flat tensor that is sent, not a copy: this saves memory.)
+    # (Each p.grad becomes a part of the bucket that is sent, not a copy: this saves memory.)
     averager = GradientAverager(model, args.sync)  # collective
     stop_signals = catch_signals(args)  # a list, which grows when a signal arrives
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # Dropout, if there is any, differs by rank and epoch, and in what is resumed of an epoch.
+        # For dropout, each rank has another seed in each epoch, also where it resumes an epoch.
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate is that of the middle of a step: at the end of the last one, it is 0.
+            # Each step takes the rate of its middle (- 0.5), as that of the last step's end is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before a save, too, as this ends a run whose loss is not finite: it must not be saved.
+            # A report ends a run whose loss is not finite, so there is one before each save, too.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Saved are samples, not steps, as W may change; after the last step, the whole set.
+                # A later run may have another W, so what is saved is the number of samples.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -315,7 +315,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
     # When a rank dies, NCCL may return wrong sums until torch ends this process, a moment later
-    # (see init_process_group's reference, at `timeout`). What depends on them must not be saved.
+    # (see init_process_group's reference, at `timeout`). So `main` must not save after this.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

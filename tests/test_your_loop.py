@@ -695,14 +695,14 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "`generator`, it gives them their seeds: then seed the generator by rank": noise,
+    "they are seeded from the generator instead: seed it by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
     "the mean IoU of a segmentation": mean_iou,
     "So the gradient of z is multiplied by world_size": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
-    "test the sum over all ranks": not_finite,
+    "test the sum of the losses of all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
     "both models of a GAN": two_models,
     "call `backward()` after each, or once after the last": two_losses,
