@@ -47,9 +47,11 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - samples that a metric counts twice, except repeats of a DistributedSampler that does not shuffle, or
   whose whole loop is under no_grad()
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
-  module of the model's class, or that only some ranks update
+  module of the model's class, or that only some ranks update; tensors of a module that DDP does not
+  wrap, such as a loss that keeps a center
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
-  no tensor of two dimensions; augmented samples in any order, in passes of fewer than 8 batches
+  no tensor of two dimensions; augmented samples in any order, in passes of fewer than 8 batches, or
+  where a batch sampler of the script's own shuffles
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, or of a loader's workers alone, or where ranks draw
   unequally many
@@ -337,7 +339,7 @@ class Doctor:
         self.spawned = False  # whether the script has started processes by itself
         self.failed = False  # by an error of its own, after which it does not look
         self.limited = False  # whether collectives wait for `limit`, not for what the script has set
-        self.rank = self.steps = self.passes = 0
+        self.rank = self.steps = self.passes = self.epochs = 0
         self.ranks = range(1)
         self.said, self.sharded = [], False
         self.joined = False  # whether ranks may have taken unequally many steps on purpose
@@ -351,6 +353,7 @@ class Doctor:
         # By data set or what is in it, the last that was trained on, and its sampler.
         self.orders, self.orders_of_contents = weakref.WeakKeyDictionary(), {}
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
+        self.left_out = weakref.WeakKeyDictionary()  # by sampler, how many samples of a rank the loader drops
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
         self.schedules, self.splits, self.random = {}, [], {}
@@ -569,19 +572,24 @@ class Doctor:
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
         if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
+        if isinstance(loader.sampler, DistributedSampler) and loader.drop_last:
+            self.left_out[loader.sampler] = len(loader.sampler) % loader.batch_size
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
         """Return what is known of a pass of a loader. After an optimizer step, it counts as training."""
-        known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0, last=None))
+        known = self.loaders.setdefault(loader, types.SimpleNamespace(number=None, passes=0, epochs=0, last=None))
         self.end_pass(known)
-        new = types.SimpleNamespace(loader=known, key=None, steps=0, yielded=0)
+        new = types.SimpleNamespace(loader=known, key=None, begun=self.steps, steps=0, yielded=0)
         new.batches = Batches(f"batches of {type(iterator._dataset).__name__}")
         self.iterators[iterator] = known.last = new  # with persistent workers, all passes have one iterator
         return new
 
     def end_pass(self, loader):
-        """Look at all batches of a pass together, as the looks before become rare."""
+        """Look at all batches of a pass together, as the looks before become rare. Count passes that train."""
+        if loader.last is not None:
+            loader.epochs += 0 < self.steps - loader.last.begun <= loader.last.yielded * max(1, len(self.states))
+            self.epochs = max(self.epochs, loader.epochs)
         if loader.last is not None and loader.last.key:
             self.look("loader", loader.last.key, "its end", loader.last.batches)
 
@@ -686,6 +694,9 @@ class Doctor:
             again, state.ended = self.comes_again(head, sampler, state), self.steps
         # A loop may turn gradients off only where it has a batch.
         evaluates = known and (not learns or (not sampler.shuffle and self.steps == steps))
+        if evaluates:  # repeats are the last samples of a rank: a loader with drop_last may leave them out
+            repeated = sampler.total_size - len(sampler.dataset)
+            evaluates = repeated > self.left_out.get(sampler, 0) * sampler.num_replicas
         name = described(sampler.dataset)
         self.look("order", name, next(self.number[name]), sampler, again, evaluates)
 
@@ -756,7 +767,7 @@ class Doctor:
                 self.look("buffers without DDP", state.key, "the end", model)
         for loader in [*self.loaders.values()]:
             self.end_pass(loader)
-        self.look("schedules", "", "the end", self.schedules, self.passes / max(1, self.steps))
+        self.look("schedules", "", "the end", self.schedules, self.passes / max(1, self.steps), self.epochs)
         for sampler, state in [*self.samplers.items()]:
             if state.begun:  # in a pass that has not ended, or whose iterator lives on
                 self.after_order(sampler, state.begun, used_up=False)
@@ -1090,7 +1101,7 @@ def repeated_samples(sampler, again, evaluates):
 
 
 @check("schedules", alike, "suspicion")
-def schedule_lengths(schedules, passes):
+def schedule_lengths(schedules, passes, epochs=0):
     """a schedule has not the length of the run
     If the run was not stopped early: give it the number of optimizer steps, and call its step() once for each. W
     ranks take W times fewer steps than one, and accumulation takes fewer, too. By default, Accelerate calls step() W
@@ -1100,21 +1111,24 @@ def schedule_lengths(schedules, passes):
     # With accumulation, a step has several passes. (With a GAN, it may have one and a half.)
     factors = [world, passes, world * passes] if passes > 1.5 else [world]
     for (name, length, steps, warm_up), factor in itertools.product(schedules.values(), factors):
-        length = last_step(length, steps, factor) if callable(length) else length
+        rounding = epochs * (factor - 1)  # each epoch is rounded to whole steps
+        length = last_step(length, steps, factor, rounding) if callable(length) else length
         for before in (0, warm_up):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
             off = min(abs(long - made * factor), abs(long - made / factor))
-            close = off <= max(factor, 0.03 * long) and off < abs(long - made)
+            close = off <= max(factor, 0.03 * long, rounding) and off <= abs(long - made) / 2
             if length and steps > 3 and max(long, made) > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
 
 
-def last_step(factor, steps, world):
-    """Return where a function comes down to 0, if that is at W times these steps, or at a W-th; else 0."""
+def last_step(factor, steps, world, rounding=0):
+    """Return where a function comes down to 0, if that is near W times these steps, or near a W-th; else 0."""
     with contextlib.suppress(Exception):  # of the script's function
-        for end in (round(steps / world), round(steps * world)):
+        for middle, off in ((steps / world, rounding / world), (steps * world, rounding)):
+            around = range(max(1, round(middle - off)), round(middle + off) + 1)
+            end = min(around, key=lambda step: abs(factor(step)))
             *before, last = (abs(factor(end * i // 50)) for i in range(51))
             # It may restart, or be an exponential one, which only passes by.
             restarts = max(abs(factor(end + 1 + end * i // 99)) for i in range(10)) > max(before) / 2

@@ -253,9 +253,10 @@ if kind == "cycle":  # which only the garbage collector ends, with an order that
 sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
 test_set = train_set if kind == "keeping" else test_set
 evenly = "repeats" in kind or kind == "keeping"
+uneven = kind.endswith("uneven")  # 7 batches for each rank, 13 for one process
 test_sampler = DistributedSampler(test_set, shuffle=False) if evenly else range(rank, 65, 2)
-loader = DataLoader(train_set, batch_size=4, sampler=sampler)
-test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
+loader = DataLoader(train_set, batch_size=5 if uneven else 4, sampler=sampler)
+test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler, drop_last=kind == "repeats left out")
 if kind.startswith("no sampler"):
     collate = Graphs if "graphs" in kind else None
     loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4, collate_fn=collate)
@@ -362,8 +363,8 @@ if kind in ("schedule", "schedule, accumulation"):
 if kind == "schedule, after another":
     warm, cosine = LinearLR(optimizer, 0.1, total_iters=8), CosineAnnealingLR(optimizer, 2 * 32 - 8)
     cosine = SequentialLR(optimizer, [warm, cosine], [8])
-if kind == "schedule by hand":
-    cosine = LambdaLR(optimizer, lambda step: 1 - step / (2 * 32))
+if kind.startswith("schedule by hand"):
+    cosine = LambdaLR(optimizer, lambda step: 1 - step / (4 * 13 if uneven else 2 * 32))
 numpy.random.seed(0 if kind in ("numpy", "rollouts") else rank)
 if kind in ("dropout", "one seed", "one seed, by a sampler", "noisy files", "shuffle, one seed"):
     torch.manual_seed(0)
@@ -639,6 +640,10 @@ MISTAKES = {
         "schedule by hand",
         "suspicion: .*schedule .*: LambdaLR of 64 steps has made 32",
     ),
+    "and each epoch has a smaller last batch": (
+        "schedule by hand, uneven",
+        "suspicion: .*schedule .*: LambdaLR of 52 steps has made 28",
+    ),
     "a step more on one rank": ("extra", "unequal numbers of optimizer steps: of SGD 32 on rank 0, 33 on rank 1"),
 }
 RIGHT = ["plain", "gan", "gathered", "unused", "static", "ema", "accumulation", "peek", "denoising", "alone"]
@@ -649,7 +654,7 @@ RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "s
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
 RIGHT += ["own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
-RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries"]
+RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries", "repeats left out"]
 
 
 @pytest.fixture
@@ -887,6 +892,8 @@ LENGTHS = {  # of a schedule, its steps, passes of an optimizer step, ranks, and
     "not shortened for both": (208, 24, 104 / 24, 2, True),
     "not shortened, with few steps": (32, 8, 4, 2, True),
     "with a step in each pass": (24, 100, 100 / 24, 2, True),
+    "not shortened, with 3 epochs of 9 steps for 17": (51, 27, 1, 2, True),
+    "stopped early, after 3 epochs": (51, 33, 1, 2, False),
 }
 
 
@@ -895,7 +902,7 @@ def test_lengths_of_schedules(name, monkeypatch):
     length, steps, passes, world, wrong = LENGTHS[name]
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: world)
     for end in (length, lambda step: 1 - min(step / length, 1)):  # as of CosineAnnealingLR, as of LambdaLR
-        found = doctor.schedule_lengths({0: ("a schedule", end, steps, 0)}, passes)[1]
+        found = doctor.schedule_lengths({0: ("a schedule", end, steps, 0)}, passes, epochs=3)[1]
         assert bool(found) == wrong
 
 
