@@ -101,7 +101,7 @@ class Bucket:
 CAPACITIES = {
     "bucketed": (2**20, 25 * 2**20),  # a small first one, so that sending begins early
     "flat": (math.inf, math.inf),
-    "per-parameter": (1, 1),  # so that each gradient closes its bucket
+    "per-parameter": (1, 1),  # so that each bucket holds one parameter
 }
 
 
@@ -160,8 +160,8 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A second
-        # call before average() means that a gradient which may be on its way has been changed.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If it was
+        # in the bucket before, perhaps on its way, then this backward() has changed what is sent.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -218,7 +218,7 @@ def main(args):
     for epoch in range(first_epoch, args.epochs):
         model.train()
         sampler.set_epoch(epoch)  # 5. Shuffle again in every epoch, or the order never changes.
-        # For dropout, each rank has another seed in each epoch, also where it resumes an epoch.
+        # The seed of dropout differs by rank and epoch, and is a new one if an epoch is resumed.
         torch.manual_seed(hash((args.seed, epoch, steps_done, rank)))
         # A resumed epoch skips the samples that were used before the interruption.
         indices = list(sampler)[steps_done * samples_per_rank :]
@@ -241,7 +241,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # A later run may have another W, so what is saved is the number of samples.
+                # Save samples, not steps, as W may change. After the last step, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -315,7 +315,7 @@ def sum_over_ranks_or_exit(numbers, device, where):
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
     # When a rank dies, NCCL may return wrong sums until torch ends this process, a moment later
-    # (see init_process_group's reference, at `timeout`). So `main` must not save after this.
+    # (see init_process_group's reference, at `timeout`): then exit, before `main` saves.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

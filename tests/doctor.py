@@ -164,7 +164,7 @@ def main(arguments=None):
         doctor.hook(module, "random_split", after=doctor.after_split)
     doctor.hook(DistributedSampler, "__init__", after=doctor.after_sampler)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
-    doctor.hook(DataLoader, "__iter__", before=doctor.before_seed, after=doctor.after_iter)
+    doctor.hook(DataLoader, "__iter__", before=doctor.before_iter, after=doctor.after_iter)
     doctor.hook(_BaseDataLoaderIter, "__next__", before=doctor.before_next, after=doctor.after_next)
     doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
@@ -566,14 +566,17 @@ class Doctor:
             drawn = drawn_between(state.random, self.random)
             state.random |= {name: new for name, new in now.items() if name not in drawn}
 
+    def before_iter(self, loader):
+        self.before_seed()
+        if isinstance(loader.sampler, DistributedSampler) and loader.drop_last:
+            self.left_out[loader.sampler] = len(loader.sampler) % loader.batch_size
+
     def after_iter(self, iterator, loader):
         self.after_seed()
         # A BatchSampler of the script's own has the sampler, and the loader then another one.
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
         if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
-        if isinstance(loader.sampler, DistributedSampler) and loader.drop_last:
-            self.left_out[loader.sampler] = len(loader.sampler) % loader.batch_size
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
@@ -1111,13 +1114,16 @@ def schedule_lengths(schedules, passes, epochs=0):
     # With accumulation, a step has several passes. (With a GAN, it may have one and a half.)
     factors = [world, passes, world * passes] if passes > 1.5 else [world]
     for (name, length, steps, warm_up), factor in itertools.product(schedules.values(), factors):
-        rounding = epochs * (factor - 1)  # each epoch is rounded to whole steps
+        rounding = min(epochs * (factor - 1), steps * factor / 10)  # each epoch is rounded to whole steps
         length = last_step(length, steps, factor, rounding) if callable(length) else length
         for before in (0, warm_up):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
+            few = max(factor, 0.03 * long)
+            longer = abs(long - made * factor) <= max(few, rounding)
+            shorter = abs(long - made / factor) <= max(few, rounding / factor)
             off = min(abs(long - made * factor), abs(long - made / factor))
-            close = off <= max(factor, 0.03 * long, rounding) and off <= abs(long - made) / 2
+            close = (longer or shorter) and off < abs(long - made)
             if length and steps > 3 and max(long, made) > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong

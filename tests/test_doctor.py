@@ -256,7 +256,11 @@ evenly = "repeats" in kind or kind == "keeping"
 uneven = kind.endswith("uneven")  # 7 batches for each rank, 13 for one process
 test_sampler = DistributedSampler(test_set, shuffle=False) if evenly else range(rank, 65, 2)
 loader = DataLoader(train_set, batch_size=5 if uneven else 4, sampler=sampler)
-test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler, drop_last=kind == "repeats left out")
+test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
+if "left out" in kind:
+    workers = dict(num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    workers = workers if "workers" in kind else {}
+    test_loader = DataLoader(test_set, batch_size=16, sampler=test_sampler, drop_last=True, **workers)
 if kind.startswith("no sampler"):
     collate = Graphs if "graphs" in kind else None
     loader = DataLoader(train_set, batch_size=16 if "large" in kind else 4, collate_fn=collate)
@@ -655,6 +659,7 @@ RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm
 RIGHT += ["own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries", "repeats left out"]
+RIGHT += ["repeats left out, workers"]
 
 
 @pytest.fixture
@@ -892,8 +897,11 @@ LENGTHS = {  # of a schedule, its steps, passes of an optimizer step, ranks, and
     "not shortened for both": (208, 24, 104 / 24, 2, True),
     "not shortened, with few steps": (32, 8, 4, 2, True),
     "with a step in each pass": (24, 100, 100 / 24, 2, True),
-    "not shortened, with 3 epochs of 9 steps for 17": (51, 27, 1, 2, True),
-    "stopped early, after 3 epochs": (51, 33, 1, 2, False),
+    "not shortened, with epochs of 9 steps for 17": (204, 108, 1, 2, True),
+    "stopped early, with such epochs": (204, 114, 1, 2, False),
+    "stopped early, with epochs of 2 steps": (66, 20, 1, 4, False),
+    "too short, with epochs of 17 steps for 9": (108, 204, 1, 2, True),
+    "too short, for another reason": (112, 204, 1, 2, False),
 }
 
 
@@ -902,7 +910,7 @@ def test_lengths_of_schedules(name, monkeypatch):
     length, steps, passes, world, wrong = LENGTHS[name]
     monkeypatch.setattr(doctor.dist, "get_world_size", lambda: world)
     for end in (length, lambda step: 1 - min(step / length, 1)):  # as of CosineAnnealingLR, as of LambdaLR
-        found = doctor.schedule_lengths({0: ("a schedule", end, steps, 0)}, passes, epochs=3)[1]
+        found = doctor.schedule_lengths({0: ("a schedule", end, steps, 0)}, passes, epochs=12)[1]
         assert bool(found) == wrong
 
 

@@ -594,6 +594,15 @@ def seed_own(worker):
     info.dataset.own = np.random.default_rng(info.seed)
 
 
+def shared():
+    torch.manual_seed(hash((5, 0, dist.get_rank())))
+    (draw,) = re.findall(r"`(torch\.Generator\(\)\.manual_seed\(.*)`", README)
+    draw = eval(draw, {"torch": torch, "SEED": 5, "epoch": 0})
+    for generator, alike in ((draw, True), (None, False)):
+        first, second = gather(torch.randint(10**9, (8,), generator=generator))
+        assert torch.equal(first, second) == alike
+
+
 def noise():
     same = torch.Generator().manual_seed(0)
     for workers, generator, seed, alike, drawn in (
@@ -695,6 +704,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
+    "such as negatives, draw it on all ranks alike": shared,
     "they are seeded from the generator instead: seed it by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
