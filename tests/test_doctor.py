@@ -258,7 +258,7 @@ test_sampler = DistributedSampler(test_set, shuffle=False) if evenly else range(
 loader = DataLoader(train_set, batch_size=5 if uneven else 4, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=4, sampler=test_sampler)
 if "left out" in kind:
-    workers = dict(num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    workers = dict(num_workers=2, multiprocessing_context="fork", persistent_workers=True)
     workers = workers if "workers" in kind else {}
     test_loader = DataLoader(test_set, batch_size=16, sampler=test_sampler, drop_last=True, **workers)
 if kind.startswith("no sampler"):
