@@ -160,8 +160,9 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p.grad
-        # is in the bucket since an earlier backward(), this one has changed what may be on its way.
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If an
+        # earlier backward() has put p.grad into the bucket, the present one has just added to it,
+        # perhaps while it was being sent.
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -225,13 +226,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # The rate is that of the middle of a step (- 0.5): at the end of training, it is 0.
+            # - 0.5 takes the rate at the middle of the step. At the end of the last one, it is 0.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(model, averager, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before each save, too: sum_over_ranks_or_exit ends the run if a loss is not finite.
+            # Report before each save, too: if the loss is not finite, this ends the run unsaved.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

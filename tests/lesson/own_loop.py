@@ -107,7 +107,7 @@ for epoch in range(first_epoch, EPOCHS):
             hits += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
     dist.all_reduce(sums)  # 6. evaluate together: sums over all ranks first, and then the division
     loss, accuracy = loss_sum.item() / samples.item(), hits.item() / len(val_set)
-    # These are equal on all ranks, so all exit. They include BatchNorm's statistics.
+    # Weights and BatchNorm's statistics are equal on all ranks here, so all of them exit or none.
     if not all(x.isfinite().all() for x in model.state_dict().values()):
         sys.exit(f"epoch {epoch + 1}: the weights are not finite, and not saved: try a lower LR")
     improved = accuracy > best
