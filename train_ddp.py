@@ -82,13 +82,13 @@ def main(args):
         batches = iter(load(train_set, indices, device, args))
         losses, start = [], time.perf_counter()  # since the last report
         for step in progress_bar(steps_done, steps):  # steps_done + 1, ..., steps
-            # - 0.5 takes the rate at the middle of the step. At the end of the last one, it is 0.
+            # `step - 0.5` is the middle of the step, so the last step has a rate above 0, too.
             lr = peak_lr * lr_factor((epoch * steps + step - 0.5) / (args.epochs * steps))
             loss = train_step(ddp, optimizer, lr, batches, device, args)  # collective
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Report before each save, too: if the loss is not finite, this ends the run unsaved.
+            # Also before each save, as sum_over_ranks_or_exit exits if the loss is not finite.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -170,8 +170,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums until torch ends this process, a moment later
-    # (see init_process_group's reference, at `timeout`): then exit, before `main` saves.
+    # When a rank dies, NCCL may return wrong sums, a moment before torch ends this process. (The
+    # reference of init_process_group says so, at `timeout`.) Exit, so that `main` does not save.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

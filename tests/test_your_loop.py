@@ -704,7 +704,7 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "What is drawn once for a whole batch, such as negatives": shared,
+    "once for the global batch. Draw the same on all ranks": shared,
     "they are seeded from the generator instead: seed it by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
