@@ -568,8 +568,8 @@ class Doctor:
 
     def before_iter(self, loader):
         self.before_seed()
-        if isinstance(loader.sampler, DistributedSampler) and loader.drop_last:
-            self.left_out[loader.sampler] = len(loader.sampler) % loader.batch_size
+        if isinstance(loader.sampler, DistributedSampler):
+            self.left_out[loader.sampler] = len(loader.sampler) % loader.batch_size if loader.drop_last else 0
 
     def after_iter(self, iterator, loader):
         self.after_seed()
@@ -590,11 +590,11 @@ class Doctor:
 
     def end_pass(self, loader):
         """Look at all batches of a pass together, as the looks before become rare. Count passes that train."""
-        if loader.last is not None:
-            loader.epochs += 0 < self.steps - loader.last.begun <= loader.last.yielded * max(1, len(self.states))
+        if (last := loader.last) is not None:
+            loader.epochs += 0 < self.steps - last.begun <= last.yielded * max(1, len(self.states))
             self.epochs = max(self.epochs, loader.epochs)
-        if loader.last is not None and loader.last.key:
-            self.look("loader", loader.last.key, "its end", loader.last.batches)
+            if last.key:
+                self.look("loader", last.key, "its end", last.batches)
 
     def before_next(self, iterator):
         if self.begins(iterator):  # then, its sampler may draw the seed of an order
@@ -1104,7 +1104,7 @@ def repeated_samples(sampler, again, evaluates):
 
 
 @check("schedules", alike, "suspicion")
-def schedule_lengths(schedules, passes, epochs=0):
+def schedule_lengths(schedules, passes, epochs):
     """a schedule has not the length of the run
     If the run was not stopped early: give it the number of optimizer steps, and call its step() once for each. W
     ranks take W times fewer steps than one, and accumulation takes fewer, too. By default, Accelerate calls step() W
@@ -1120,10 +1120,9 @@ def schedule_lengths(schedules, passes, epochs=0):
             # Is it as long as W times these steps, or as a W-th of them, up to a few, and not as these?
             long, made = length + before, steps + before
             few = max(factor, 0.03 * long)
-            longer = abs(long - made * factor) <= max(few, rounding)
-            shorter = abs(long - made / factor) <= max(few, rounding / factor)
-            off = min(abs(long - made * factor), abs(long - made / factor))
-            close = (longer or shorter) and off < abs(long - made)
+            longer, shorter = abs(long - made * factor), abs(long - made / factor)
+            close = longer <= max(few, rounding) or shorter <= max(few, rounding / factor)
+            close = close and min(longer, shorter) < abs(long - made)
             if length and steps > 3 and max(long, made) > 15 and close:
                 wrong[f"{name} of {length} steps has made {steps}"] = ""
     return "", wrong
