@@ -225,8 +225,9 @@ def test_a_cable_is_cut(network, small_mnist, tmp_path):
     ssh.write_text(f'#!/bin/sh\necho "$@" >>{options}\nexec /usr/bin/ssh {short} "$@"\n')
     ssh.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    flags = ("--hosts=node0,node1", "--interface=eth0", "--", *SMALL, small_mnist, "--epochs", 99, "--timeout", 15)
-    with Background(*network.login.inside(LAUNCHER, *flags), log=tmp_path / "log", **path) as launcher:
+    flags = ("--hosts=node0,node1", "--interface=eth0", "--script", SMALL_MODEL, "--", SCRIPTS[0], *SMALL, small_mnist)
+    endless = network.login.inside(LAUNCHER, *flags, "--epochs", 99999, "--timeout", 15)
+    with Background(*endless, log=tmp_path / "log", **path) as launcher:
         launcher.wait_for("step 2 ")
         network.login.must("ip", "link", "set", "node1", "down")
         try:
