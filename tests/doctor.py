@@ -26,7 +26,7 @@ It looks at
   than 15 steps
 - collectives that wait longer than 20 s, or the script's or its library's own limit, such as the 30
   minutes of Lightning. They fail, and the line of each rank is shown. --timeout changes this limit, but
-  not one that is passed to new_group, nor those of monitored_barrier, send and recv. With NCCL,
+  not one that is passed to new_group, nor those of new_group itself, monitored_barrier, send and recv. With NCCL,
   torch ends the ranks, and torchfrtrace names the collective that they do not share: README.md
 
 What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
@@ -50,8 +50,8 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
   module of the model's class, or that only some ranks update; tensors of a module that DDP does not
   wrap, such as a loss that keeps a center
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
-  no tensor of two dimensions; augmented samples in any order, in passes of fewer than 8 batches, or
-  where a batch sampler of the script's own shuffles
+  no tensor of two dimensions; augmented samples in the same order, if a batch has no 8 integers, such as
+  labels, or a pass no 8 batches; nor those that a batch sampler of the script's own shuffles
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, or of a loader's workers alone, or where ranks draw
   unequally many
@@ -65,9 +65,9 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - what differs between its looks, and what is compiled: batches and buffers under torch.compile(ddp),
   steps under torch.compile of the optimizer's step
 
-It does not compare sharded parameters (DTensor, FSDP2), nor what ranks do after a first `Join` (DDP.join),
-does not know FSDP1, DeepSpeed or CUDA graphs, and does not reach processes that the script starts by
-itself (mp.spawn).
+It does not compare sharded parameters (DTensor, FSDP), nor what ranks do after a first `Join` (DDP.join),
+does not know DeepSpeed or CUDA graphs, and does not reach processes that the script starts by itself
+(mp.spawn).
 """
 
 import argparse
@@ -118,6 +118,11 @@ CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what 
 MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
 CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
+WAITING = (  # collectives, and what else waits for other ranks
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
+    "broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor "
+    "scatter scatter_object_list send"
+)
 COUNTED = "optimizer", "copies", "inputs", "tensors", "buffers"  # looks at a step or a pass of the same number
 FOLLOWS = {  # what is not said after what
     "suspicion.*the same (samples|integers)|the data set of": CAUSES,
@@ -162,6 +167,12 @@ def main(arguments=None):
         doctor.hook(module, "destroy_process_group", before=doctor.before_destroy)
     for module in (torch.utils.data, torch.utils.data.dataset):
         doctor.hook(module, "random_split", after=doctor.after_split)
+    for module, name in itertools.product((dist, dist.distributed_c10d), WAITING.split()):
+        replace(module, name, doctor.note_if_in_vain)
+    replace(dist.Work, "wait", doctor.note_if_in_vain)
+    replace(torch.autograd, "backward", doctor.note_if_in_vain)
+    for name in ("__init__", "forward"):
+        replace(DistributedDataParallel, name, doctor.note_if_in_vain)
     doctor.hook(DistributedSampler, "__init__", after=doctor.after_sampler)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
     doctor.hook(DataLoader, "__iter__", before=doctor.before_iter, after=doctor.after_iter)
@@ -171,7 +182,8 @@ def main(arguments=None):
     doctor.hook(Join, "__exit__", before=doctor.before_join_ends)
     doctor.hook(LRScheduler, "step", after=doctor.after_schedule)
     register_optimizer_step_post_hook(doctor.step_hook)
-    doctor.hook(torch.multiprocessing, "spawn", before=doctor.before_spawn)
+    for name in ("spawn", "start_processes"):
+        doctor.hook(torch.multiprocessing, name, before=doctor.before_spawn)
     faulthandler.enable()  # if Gloo or NCCL abort the process, its line is printed
     code, error = None, KeyboardInterrupt()  # or what it becomes below
     try:
@@ -342,6 +354,7 @@ class Doctor:
         self.rank = self.steps = self.passes = self.epochs = 0
         self.ranks = range(1)
         self.said, self.sharded = [], False
+        self.in_vain = None  # where this rank was when it had waited in vain for others
         self.joined = False  # whether ranks may have taken unequally many steps on purpose
         self.waiting = {}  # looks of rank 0 that have not been compared
         self.number = collections.defaultdict(lambda: itertools.count(1))  # of things of a kind
@@ -384,6 +397,15 @@ class Doctor:
                 self.tell("")  # rank 0 need not wait for more
             self.store = None
 
+    def note_if_in_vain(self, real, /, *args, **kwargs):
+        """Do what the real function does. If it has waited in vain, note where, as the script may catch the error."""
+        try:
+            return real(*args, **kwargs)
+        except RuntimeError as error:
+            if self.in_vain is None and re.search(IN_VAIN, str(error)):
+                self.in_vain = script_lines(traceback.extract_stack())
+            raise
+
     def step_hook(self, *args):
         if not torch.compiler.is_compiling():
             self.safely(self.after_step, *args)
@@ -421,7 +443,7 @@ class Doctor:
     def look(self, place, key, count, *things):
         """Let the checks of a place look at things, and leave in the store what they see."""
         # A worker of a DataLoader has the process group of its parent, and is another process.
-        if self.store is None or not due(count) or os.getpid() != self.process:
+        if self.store is None or self.in_vain or not due(count) or os.getpid() != self.process:
             return
         if self.joined and place in COUNTED:
             return
@@ -514,14 +536,17 @@ class Doctor:
         wrappers = [ddp for ddp in self.wrappers if any(p is first for p in ddp.module.parameters())]
         state.groups = [dist.get_process_group_ranks(ddp.process_group) for ddp in wrappers]
         state.wrappers, state.cause = [*map(weakref.ref, wrappers)], UNCALLED if wrappers else UNWRAPPED
+        # FSDP1's are plain tensors, but parts, perhaps of sizes that differ by rank.
+        state.sharded = not all(map(has_bytes, params)) or any("_fsdp_wrapped_module" in x for x in state.names)
         # Before it wraps the model, one rank may have tried steps on a copy, by an optimizer of the same kind.
-        kind = f"{type(optimizer).__name__} {digest([sorted([*p.shape] for p in params), bool(wrappers)])}"
+        shapes = [] if state.sharded else sorted([*p.shape] for p in params)
+        kind = f"{type(optimizer).__name__} {digest([shapes, bool(wrappers)])}"
         state.key = f"{kind} {next(self.number[kind])}"
         if model is not None and not wrappers:
             state.model = weakref.ref(model)
         self.optimizers[optimizer] = state
         self.states.append(state)
-        self.sharded |= not all(map(has_bytes, params))
+        self.sharded |= state.sharded
 
     def after_wrapping(self, _, ddp, *args, **kwargs):
         state = self.wrappers[ddp] = types.SimpleNamespace(key=next(self.number["DDP"]), passes=0)
@@ -722,41 +747,38 @@ class Doctor:
 
     def finish(self, error):
         """Take the last look: the script ends, or destroys its process group."""
-        # A library, such as Hydra, may have raised another error, or ended the script, because of this one.
-        causes = [x for x in causes_of(error) if isinstance(x, RuntimeError) and re.search(IN_VAIN, str(x))]
-        in_vain = causes[-1] if causes else None
         main_thread, caught = threading.current_thread() is threading.main_thread(), []
-        catches = in_vain and main_thread and self.store is not None
+        catches = self.in_vain and main_thread and self.store is not None
         if catches:  # a rank may have died, and torchrun be about to end the others
             handler = signal.signal(signal.SIGTERM, lambda *_: caught.append(True))
-        place = "" if error else "has ended"  # of an error, the script speaks itself
+        # Of an error, the script speaks itself.
+        place = self.in_vain or ("" if error else "has ended")
         if not error:
             self.look_at_end()
         if self.store is not None:
-            if in_vain:
+            if self.in_vain:
                 self.store.set("trouble", "")
-                place = script_lines(traceback.extract_tb(in_vain.__traceback__))
             self.tell(place)
         if self.watcher is not None:  # a thread that outlives the interpreter may abort it
             self.stop.set()
             self.watcher.join()
         if self.store is not None:
-            self.conclude_together(in_vain, place)
+            self.conclude_together(place)
         if catches:
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
             if caught and callable(handler):  # of a script that goes on
                 signal.raise_signal(signal.SIGTERM)
         self.store = None
 
-    def conclude_together(self, in_vain, place):
+    def conclude_together(self, place):
         if self.rank == 0:  # it may hold the store, and so ends last
-            self.wait_until(self.lines, ANSWER if in_vain else self.limit + 10 if place else 0)
+            self.wait_until(self.lines, ANSWER if self.in_vain else self.limit + 10 if place else 0)
             with self.lock:
                 self.compare()
             self.failed |= self.store.check(["failed"])
             if self.store.check(["trouble"]):
                 self.explain()
-        elif in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
+        elif self.in_vain and not self.wait_until(["explained"], 3 * ANSWER) and self.store.add("speaks", 1) == 1:
             self.explain(for_rank_0=True)
 
     def look_at_end(self):
@@ -886,6 +908,10 @@ def alike(mine, *others):
     return [name for name in mine if all(mine[name] == facts.get(name) for facts in others)]
 
 
+def on_any(*ranks):
+    return sorted({name for facts in ranks for name in facts})
+
+
 def common(*ranks):
     """Return the names of lists of whose first halves ranks have many in common, in any order.
 
@@ -926,14 +952,14 @@ def weights(state, params):
     ranks decide by themselves to skip a step or to leave a loop.
     jingyaogong/minimind#853, moojink/openvla-oft#160"""
     kind = [state.rates, state.groups]  # where learning rates differ, weights have to
-    return kind, tensors(zip(state.names, params, strict=False))[1]
+    return kind, {} if state.sharded else tensors(zip(state.names, params, strict=False))[1]
 
 
 @check("optimizer", differ)
 def learning_rates(state, params):
     """the learning rates differ
-    Call `scheduler.step()` on all ranks, with what is equal on all: all-reduce a loss before that, and all that
-    decides when a loop ends. Of a checkpoint, load optimizer and scheduler on all ranks.
+    Of a checkpoint, load optimizer and scheduler on all ranks. Call `scheduler.step()` on all, with what is equal
+    on all: all-reduce a loss before that, and all that decides when a loop ends.
     """
     return state.steps, {f"of group {i}:": rate for i, rate in enumerate(state.rates)}
 
@@ -1083,7 +1109,7 @@ def data_sets(sampler):
     return "", {"samples:": len(dataset), **entries, **listed(dataset, seen=LISTED)}
 
 
-@check("order", alike)
+@check("order", on_any)
 def same_order(sampler, again, evaluates):
     """a DistributedSampler gives the same order in two epochs
     Before each pass: sampler.set_epoch(number of the pass), or that + 1, where a loader's workers are a pass ahead.
@@ -1472,13 +1498,6 @@ def digest(thing, head=100_000):
             data = leaf.flat[: head and head * step : step].tobytes()
         hashed.update(data)
     return hashed.hexdigest()[:16]
-
-
-def causes_of(error):
-    """Yield an error, and those because of which, or after which, it was raised."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def waits(line):

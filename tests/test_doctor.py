@@ -203,8 +203,8 @@ class Relative(torch.optim.Optimizer):  # Adafactor's groups have no rate, eithe
 
 kind, *flags = sys.argv[1:]
 archive = Archive() if "graphs" in kind else None
-if kind == "spawns":  # no process, for here one of them would run all this again
-    sys.exit(torch.multiprocessing.spawn(print, (), nprocs=0))
+if kind in ("spawn", "start_processes"):  # no process, for here one of them would run all this again
+    sys.exit(getattr(torch.multiprocessing, kind)(print, (), nprocs=0))
 limit = {"timeout": datetime.timedelta(minutes=2)} if kind == "break" else {}  # as libraries set one
 dist.init_process_group("gloo", **limit)
 rank, device = dist.get_rank(), "cpu"
@@ -395,7 +395,7 @@ for epoch in range(13 if kind.endswith("late") else 2 if kind.endswith("two brea
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if kind == "peeks, one step":  # still with the order of the epoch before
         next(iter(loader))
-    if "set_epoch" not in kind:
+    if "set_epoch" not in kind or (kind == "set_epoch of rank 0" and rank == 0):
         sampler.set_epoch(epoch)
     if kind == "rollouts":
         numpy.random.rand()
@@ -620,6 +620,7 @@ MISTAKES = {
     "and by a BatchSampler": ("batched shuffle", "ranks go through the same samples.*: 64 samples of TensorDataset"),
     "shuffle=True, with one seed": ("shuffle, one seed", "ranks get the same batches"),
     "lucidrains/DALLE-pytorch#230": ("set_epoch", "the same order in two epochs: 64 samples of TensorDataset"),
+    "and rank 0 alone calls set_epoch": ("set_epoch of rank 0", "the same order in two epochs: 64 samples"),
     "and each epoch ends with a `break`": ("set_epoch, break", "the same order in two epochs: 64 samples"),
     "and each step has an iterator": ("set_epoch, one batch", "the same order in two epochs: 64 samples"),
     "ultralytics/yolov5#6741": ("set_epoch, own class", "the same order in two epochs: 32 samples of Files"),
@@ -1012,14 +1013,36 @@ def test_hang(kind, places, loop):
         assert ("a worker of a DataLoader hangs" in ranks.output()) == ("slow" in kind)
 
 
-def test_hang_of_which_a_library_makes_an_end_of_its_own(loop, tmp_path):
-    """As Hydra does."""
-    script = f"import runpy, sys\ntry:\n    runpy.run_path({str(loop)!r})\nexcept RuntimeError:\n    sys.exit(1)\n"
+@pytest.mark.parametrize("end", ["sys.exit(1)", "print(error)"])
+def test_hang_of_which_a_library_makes_an_end_of_its_own(end, loop, tmp_path):
+    """As Hydra does, and loguru's `catch`."""
+    script = f"import runpy, sys\ntry:\n    runpy.run_path({str(loop)!r})\nexcept RuntimeError as error:\n    {end}\n"
     (tmp_path / "script.py").write_text(script)
     with Ranks(examine, "--timeout", 3, tmp_path / "script.py", "if") as ranks:
-        assert ranks.wait() == [1, 1]
+        assert ranks.wait() == [1, int("exit" in end)]
         assert "rank 0, after 8 optimizer steps: script.py:3, in <module>: runpy.run_path" in ranks.output()
         assert f"... loop.py:{BARRIER}, in <module>: " in ranks.output()
+
+
+ALONE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+loss = ddp(torch.ones(4)).sum()
+if dist.get_rank() == 0:
+    CALL
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("call", ["loss.backward()", "dist.all_reduce(loss.detach(), async_op=True).wait()"])
+def test_a_call_of_one_rank(call, tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE.replace("CALL", call))
+    with Ranks(examine, "--timeout", 3, tmp_path / "alone.py") as ranks:
+        assert ranks.wait() == [1, 0]
+        assert findings(ranks.output()) == ["mistake: ranks have waited for others in vain"]
+        assert f"rank 0, after 0 optimizer steps: alone.py:7, in <module>: {call}\n" in ranks.output()
+        assert "rank 1, after 0 optimizer steps: has ended\n" in ranks.output()
 
 
 def examine_the_impatient(*arguments):
@@ -1117,13 +1140,14 @@ def test_command_line(script, tmp_path):
     ("kind", "why"),
     [
         ("plain", "one process (torchrun starts more)"),
-        ("spawns", "the script has started its processes by itself, not by torchrun"),
+        ("spawn", "the script has started its processes by itself, not by torchrun"),
+        ("start_processes", "the script has started its processes by itself, not by torchrun"),
     ],
 )
 def test_one_process(kind, why, loop):
     output = finish(examine, loop, kind, nproc=1)
     assert f"doctor: {why}, so there was nothing to compare" in output
-    assert ("doctor: the script starts processes by itself, which I do not" in output) == (kind == "spawns")
+    assert ("doctor: the script starts processes by itself, which I do not" in output) == (kind != "plain")
 
 
 def test_a_limit_of_the_scripts_own(loop):
@@ -1140,20 +1164,24 @@ def test_compiled(loop):
 
 SHARDED = """
 import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 dist.init_process_group("gloo")
-model = torch.nn.Linear(8, 1)
-fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+model = torch.nn.Linear(7, 1)
+if flags := SHARDS:
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **flags)
+else:
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(3):
-    model(torch.randn(4, 8)).mean().backward()
+    model(torch.randn(4, 7)).mean().backward()
     optimizer.step()
 dist.destroy_process_group()
 """
 
 
-def test_sharded(tmp_path):
-    (tmp_path / "sharded.py").write_text(SHARDED)
+@pytest.mark.parametrize("flags", ["{}", "{'use_orig_params': False}", "{'use_orig_params': True}"])
+def test_sharded(flags, tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED.replace("SHARDS", flags))
     output = finish(examine, tmp_path / "sharded.py")
     assert "nothing found" in output and "(sharded parameters were not compared) (no batches were seen)" in output
 
