@@ -88,7 +88,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Also before each save, as sum_over_ranks_or_exit exits if the loss is not finite.
+            # Before each save, too: with a loss that is not finite, this exits, and saves nothing.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]

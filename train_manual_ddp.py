@@ -160,9 +160,9 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
-        # not pending, p.grad is in the bucket since an earlier backward(). So this backward() has
-        # added to a bucket that may be on its way: an error, also in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A p that
+        # is not pending was collected in an earlier backward(), and its bucket may have been sent
+        # without what this one has added: an error, also in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -232,7 +232,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Also before each save, as sum_over_ranks_or_exit exits if the loss is not finite.
+            # Before each save, too: with a loss that is not finite, this exits, and saves nothing.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
