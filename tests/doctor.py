@@ -50,8 +50,8 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
   module of the model's class, or that only some ranks update; tensors of a module that DDP does not
   wrap, such as a loss that keeps a center
 - samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
-  no tensor of two dimensions; augmented samples in the same order, if a batch has no 8 integers, such as
-  labels, or a pass no 8 batches; nor those that a batch sampler of the script's own shuffles
+  no tensor of two dimensions, or shuffled by a batch sampler of the script's own; augmented samples in the
+  same order, if a pass has fewer than 8 batches, or by a sampler of torch, if a batch has no 8 integers
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, or of a loader's workers alone, or where ranks draw
   unequally many
@@ -176,6 +176,7 @@ def main(arguments=None):
     doctor.hook(DistributedSampler, "__init__", after=doctor.after_sampler)
     doctor.hook(DistributedSampler, "__iter__", after=doctor.follow)
     doctor.hook(DataLoader, "__iter__", before=doctor.before_iter, after=doctor.after_iter)
+    doctor.hook(_BaseDataLoaderIter, "_next_index", after=doctor.after_index)
     doctor.hook(_BaseDataLoaderIter, "__next__", before=doctor.before_next, after=doctor.after_next)
     doctor.hook(DistributedDataParallel, "__init__", after=doctor.after_wrapping)
     doctor.hook(DistributedDataParallel, "forward", before=doctor.before_forward)
@@ -629,6 +630,17 @@ class Doctor:
         known = self.iterators.get(iterator)
         return known is not None and known.yielded == 0
 
+    def after_index(self, indices, iterator):
+        """Compare what a sampler of the script's own yields: samples that are augmented may have nothing in common."""
+        state, sampler = self.iterators.get(iterator), iterator._index_sampler
+        if self.store is None or state is None or state.batches.number > 255:
+            return
+        samplers = [x for x in (sampler, getattr(sampler, "sampler", None)) if x is not None]
+        if not all(type(x).__module__.startswith("torch.") for x in samplers):
+            # With what the data set has, as the same indices may be of other samples.
+            hashed = digest([contents(iterator._dataset)[1], indices])
+            state.batches.integers[" of the sampler's indices"].append(hashed)
+
     def after_next(self, batch, iterator):
         """Compare what a loader yields, too, as each rank may add noise of its own to it later."""
         if self.begins(iterator):
@@ -996,7 +1008,7 @@ def batches(name, hashes):
 
 @check("loader", functools.partial(overlap, part=0.9), "suspicion")
 def integers(batches):
-    """ranks get the same integers, such as labels
+    """ranks get the same integers, such as labels or indices
     If they are those of samples, these are the same: give each rank a share of its own. If they are drawn, as
     negatives are: a seed of its own. It is right if all share them on purpose, as dates or samples to augment, or
     if neighbours in a sorted order have the same."""

@@ -154,6 +154,20 @@ class Own(DistributedSampler):  # of a rank's own samples, as YOLOv5's is
             self.yielded += 1
             yield i
 
+class Unsplit(Sampler):  # of indices, which knows of no ranks
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(epoch)).tolist())
+
+class Augmented(TensorDataset):
+    def __getitem__(self, i):
+        return (super().__getitem__(i)[0] + torch.randn(4),)
+
 class Split(DistributedSampler):  # into batches, each a tensor
     def __iter__(self):
         return iter(torch.tensor([*super().__iter__()]).split(4))
@@ -292,6 +306,10 @@ if kind in ("deck", "turns", "masked deck"):
 if kind in ("masked", "graphs"):
     collate = masked if kind == "masked" else Graphs
     loader = DataLoader(train_set, batch_size=4, sampler=sampler, collate_fn=collate)
+if kind == "unsplit":
+    loader = DataLoader(Augmented(samples[:64]), batch_size=4, sampler=Unsplit(64))
+if kind == "unsplit, own share":
+    loader = DataLoader(Augmented(samples[rank:64:2]), batch_size=4, sampler=Unsplit(32))
 if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
@@ -580,6 +598,7 @@ MISTAKES = {
     ),
     "and a batch is an object": ("labelled records", "suspicion: .*same integers, .*: batch.'more'..'label'. in"),
     "boxes that each rank augments": ("labelled boxes", "suspicion: .*same integers, .*: batch .small tensors. in"),
+    "an own sampler, augmented": ("unsplit", "suspicion: .*same integers, .*: batch of the sampler's indices in"),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
@@ -657,7 +676,7 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
-RIGHT += ["own labels, records", "graphs", "peeks, one step"]
+RIGHT += ["unsplit, own share", "own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries", "repeats left out"]
 RIGHT += ["repeats left out, workers"]
