@@ -14,7 +14,7 @@
 # preemption. A failed job is not requeued. Flags of sbatch override most lines below, and
 # --gres=gpu:8 overrides --gpus-per-node. If sbatch says that a flag contradicts an #SBATCH line,
 # remove that line. If it refuses --gres=gpu:TYPE:8 with `Invalid GRES specification`, remove the
-# line with --gpus-per-node. Remove it, too, where Slurm does not count GPUs, and export
+# line with --gpus-per-node. Where Slurm does not manage GPUs, remove the same line, and export
 # NPROC_PER_NODE=gpu. Leave --ntasks and --ntasks-per-gpu alone: torchrun is a node's one task.
 # To train in a container, export the first of these for pyxis, the second for apptainer:
 #   SRUN_ARGS="--container-image=./torch.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
@@ -37,7 +37,7 @@ set -uo pipefail # the scripts of conda and modules do not bear this, so it come
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # A task of an array is requeued as 123_4, as a job id alone may stand for the whole array.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
-# (A job that such a task has submitted inherits these variables. So ask Slurm whether 123_4 is this job.)
+# (A job that is submitted within an array's task inherits its variables: so ask Slurm whether it is 123_4.)
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and kills the training after 30 s,
 # however long the grace time is. From torch 2.12 on, it waits for as many seconds as this says:

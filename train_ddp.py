@@ -98,7 +98,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Save samples, not steps, as W may change. After the last step, all are done.
+                # Count samples, not steps, as W may change. At the end, those left out count, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -170,8 +170,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums, a moment before torch ends this process. (The
-    # reference of init_process_group says so, at `timeout`.) Exit, so that `main` does not save.
+    # When a rank dies, NCCL may return wrong sums a moment before torch ends this process, as the
+    # reference of init_process_group says at `timeout`. So exit here, before `main` saves.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):

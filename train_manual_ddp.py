@@ -160,9 +160,9 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. A p that
-        # is not pending was collected in an earlier backward(), and its bucket may have been sent
-        # without what this one has added: an error, also in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If an
+        # earlier backward() has already put p.grad into its bucket, the bucket may be on its way,
+        # without what this backward() has added. So this is an error, also in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -242,7 +242,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Save samples, not steps, as W may change. After the last step, all are done.
+                # Count samples, not steps, as W may change. At the end, those left out count, too.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`
@@ -315,8 +315,8 @@ def sum_over_ranks_or_exit(numbers, device, where):
     sums = torch.tensor([*numbers, 1], dtype=torch.float64, device=device)  # the 1 counts ranks
     dist.all_reduce(sums)
     *sums, ranks = sums.tolist()
-    # When a rank dies, NCCL may return wrong sums, a moment before torch ends this process. (The
-    # reference of init_process_group says so, at `timeout`.) Exit, so that `main` does not save.
+    # When a rank dies, NCCL may return wrong sums a moment before torch ends this process, as the
+    # reference of init_process_group says at `timeout`. So exit here, before `main` saves.
     if ranks != dist.get_world_size():
         sys.exit(f"{where}: {ranks:g} of {dist.get_world_size()} ranks are left")
     if not math.isfinite(sum(sums)):
