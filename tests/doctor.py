@@ -49,9 +49,10 @@ What a `suspicion` names may be on purpose. Even a `mistake` may be right, where
 - BatchNorm's statistics at an evaluation, and an average of the weights (EMA) after step 8, or in no
   module of the model's class, or that only some ranks update; tensors of a module that DDP does not
   wrap, such as a loss that keeps a center
-- samples that ranks share in other orders, if there are few, or if they are augmented, padded, or in
-  no tensor of two dimensions, or shuffled by a batch sampler of the script's own; augmented samples in the
-  same order, if a pass has fewer than 8 batches, or by a sampler of torch, if a batch has no 8 integers
+- samples that ranks share in other orders, if there are few, or if they are padded, in no tensor of two
+  dimensions, shuffled by a batch sampler of the script's own, or augmented and without a text; augmented
+  samples in the same order, if a pass has fewer than 8 batches, or by a sampler of torch, if a batch has
+  no 8 integers
 - samples that some ranks validate on and others train on, unless by random_split
 - random numbers of a generator of the script's own, or of a loader's workers alone, or where ranks draw
   unequally many
@@ -106,7 +107,16 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -117,7 +127,7 @@ SIMPLE = str, bytes, numbers.Number, range, slice, os.PathLike, type(None)  # wh
 CLOSED = torch.Tensor, torch.nn.Module, Dataset, type, types.ModuleType  # what `opened` does not look into
 MOST_LEAVES = 100_000
 IN_VAIN = "(?<!DataLoader )[Tt]imed out|[Tt]imeout|Connection (closed|reset)|Broken pipe|collective mismatch"
-CAUSES = "the same (batches|samples|integers)|the data set of|shares overlap|random_split"
+CAUSES = "the same (batches|samples|integers|share)|the data set of|shares overlap|random_split"
 WAITING = (  # collectives, and what else waits for other ranks
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
     "broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor "
@@ -368,6 +378,7 @@ class Doctor:
         self.orders, self.orders_of_contents = weakref.WeakKeyDictionary(), {}
         self.shuffled = weakref.WeakKeyDictionary()  # the data sets of iterators that do it, and lengths
         self.left_out = weakref.WeakKeyDictionary()  # by sampler, how many samples of a rank the loader drops
+        self.subsets = weakref.WeakKeyDictionary()  # by sampler
         self.fetched = {}  # of these, those that were used since the last step
         self.used = {}  # the number of the step before which each was used last
         self.schedules, self.splits, self.random = {}, [], {}
@@ -603,6 +614,9 @@ class Doctor:
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
         if type(sampler) is RandomSampler and not sampler.replacement:
             self.shuffled[iterator] = loader.dataset, len(loader)
+        if type(sampler) is SubsetRandomSampler:
+            subset = self.subsets.setdefault(sampler, Subset(loader.dataset, sampler.indices))
+            self.shuffled[iterator] = subset, len(loader)
         self.begin(iterator, loader)
 
     def begin(self, iterator, loader):
@@ -1094,7 +1108,8 @@ def shuffling_loaders(dataset):
 @check("DataLoader", alike, "suspicion")
 def shuffling_loaders_of_unknown_samples(dataset):
     """ranks may go through the same samples, perhaps in other orders
-    If no rank has samples of its own: sampler=DistributedSampler(dataset), not shuffle=True, and set_epoch."""
+    If no rank has samples of its own: sampler=DistributedSampler(dataset), not shuffle=True, and set_epoch. In place
+    of SubsetRandomSampler(indices): dataset = Subset(dataset, indices)."""
     known, hashed = contents(dataset)
     return "", {described(dataset): hashed} if not known else {}
 
@@ -1104,8 +1119,17 @@ def samplers(sampler):
     """a DistributedSampler is not the same on all ranks, so that shares overlap
     Give it the same seed on all ranks.
     NVlabs/LongLive#71, open-mmlab/mmengine#142"""
-    shares = sampler.shuffle and sampler.num_replicas == dist.get_world_size()
-    return "", {f"of {described(sampler.dataset)}, seed": sampler.seed} if shares else {}
+    found = sampler.shuffle and sampler.num_replicas == dist.get_world_size()
+    return "", {f"of {described(sampler.dataset)}, seed": sampler.seed} if found else {}
+
+
+@check("data set", alike)
+def shares(sampler):
+    """a DistributedSampler gives all ranks the same share
+    Make it without rank=, or with that among all ranks, dist.get_rank()."""
+    found = sampler.num_replicas == dist.get_world_size()
+    name = f"of {described(sampler.dataset)}: that of rank {sampler.rank}"
+    return contents(sampler.dataset)[1], {name: ""} if found else {}
 
 
 @check("data set", differ, "suspicion")
@@ -1244,16 +1268,12 @@ def known_to_torch(module):
 
 
 class Batches:
-    """What a loader has yielded, or DDP was given: hashes of the first 255 batches, of their integers, and of samples.
-
-    Of the samples of the first 5,000 batches, it keeps the 500 or so of the lowest hashes, which on
-    all ranks are of the same samples, each with its place.
-    """
+    """What a loader yields, or DDP is given: hashes of 255 batches, of their integers, of samples of 5,000 batches."""
 
     def __init__(self, name):
         self.name, self.number = name, 0
         self.hashes, self.integers, self.values = [], collections.defaultdict(list), collections.defaultdict(list)
-        self.samples, self.below, self.place, self.repeats = {}, 2**62, 0, False
+        self.samples = collections.defaultdict(Samples)
         self.first, self.constant = set(), set()
 
     def add(self, batch):
@@ -1280,29 +1300,44 @@ class Batches:
             hashed = {(name, digest(x)) for name, x in leaves.items()}
             self.constant, self.first = {name for name, _ in hashed & self.first}, hashed
             if self.constant:
-                self.samples, self.place, self.repeats = {}, 0, False
+                self.samples.clear()
         # Most tensors of a batch have a row for each sample; a mask for all of them has not.
         sizes = collections.Counter(len(x) for name, x in leaves.items() if x.dim() and name not in self.constant)
         size = max(sizes, key=sizes.get, default=0)
-        parts = [x for x in leaves.values() if x.dim() and x.numel() and len(x) == size]
-        parts = [x for x in parts if not is_mask(x)]  # which is wider where another sample is longer
-        if any(x.dim() > 1 for x in parts) and self.number <= 5000 and not self.repeats:
-            rows = zip(*map(hashes_of_rows, parts), strict=True)
-            self.add_samples([hash(row) & (2**62 - 1) for row in rows])
-
-    def add_samples(self, hashes):
-        # From a repetition on, it may be another epoch, in which a rank has what was another's.
-        kept = [(value, i) for i, value in enumerate(hashes, self.place) if value < self.below]
-        self.repeats = len({*self.samples, *dict(kept)}) < len(self.samples) + len(kept)
-        if not self.repeats:
-            self.place += len(hashes)
-            self.samples.update(kept)
-        while len(self.samples) > 500:
-            self.below //= 2
-            self.samples = {value: i for value, i in self.samples.items() if value < self.below}
+        parts = {name: x for name, x in leaves.items() if x.dim() and x.numel() and len(x) == size}
+        parts = {name: x for name, x in parts.items() if not is_mask(x)}  # it is wider where another sample is longer
+        together = {"samples": [*parts.values()]}
+        if any(x.is_floating_point() or x.dim() > 2 for x in parts.values()):  # perhaps augmented, but texts are not
+            texts = {name: x for name, x in parts.items() if x.dim() == 2 and not x.is_floating_point()}
+            together |= {f"batch{name}": [x] for name, x in texts.items() if x.shape[1] >= 8}
+        for name, columns in together.items() if self.number <= 5000 else ():
+            if any(x.dim() > 1 for x in columns) and not self.samples[name].repeats:
+                rows = zip(*map(hashes_of_rows, columns), strict=True)
+                self.samples[name].add([hash(row) & (2**62 - 1) for row in rows])
 
     def facts(self):
-        return {f"samples in {self.name}": [self.below, self.place, [*self.samples.items()]]}
+        return {f"{name} in {self.name}": samples.facts() for name, samples in self.samples.items()}
+
+
+class Samples:
+    """The 500 or so of the lowest hashes, which on all ranks are of the same samples, each with its place."""
+
+    def __init__(self):
+        self.kept, self.below, self.place, self.repeats = {}, 2**62, 0, False
+
+    def add(self, hashes):
+        # From a repetition on, it may be another epoch, in which a rank has what was another's.
+        kept = [(value, i) for i, value in enumerate(hashes, self.place) if value < self.below]
+        self.repeats = len({*self.kept, *dict(kept)}) < len(self.kept) + len(kept)
+        if not self.repeats:
+            self.place += len(hashes)
+            self.kept.update(kept)
+        while len(self.kept) > 500:
+            self.below //= 2
+            self.kept = {value: i for value, i in self.kept.items() if value < self.below}
+
+    def facts(self):
+        return [self.below, self.place, [*self.kept.items()]]
 
 
 def named_tensors(batch):

@@ -78,6 +78,11 @@ class Record:  # of a whole batch, as a dataclass is
 def boxes(batch):  # as for detection, labels by image
     return torch.stack([sample for sample, _ in batch]), [torch.tensor([more["label"]] * 3) for _, more in batch]
 
+class Captioned(IterableDataset):  # images change, texts stay; to each rank all or, if right, a share
+    def __iter__(self):
+        for i in torch.randperm(64) if kind == "captions" else torch.randperm(32) * 2 + rank:
+            yield samples[i] + torch.randn(4), i * torch.arange(9)
+
 class Turns(IterableDataset):  # without an end: in each pass, a rank has what the other had in the one before
     def __iter__(self):
         for turn in count():
@@ -310,6 +315,12 @@ if kind == "unsplit":
     loader = DataLoader(Augmented(samples[:64]), batch_size=4, sampler=Unsplit(64))
 if kind == "unsplit, own share":
     loader = DataLoader(Augmented(samples[rank:64:2]), batch_size=4, sampler=Unsplit(32))
+if "captions" in kind:
+    loader = DataLoader(Captioned(), batch_size=8)
+if kind in ("augmented subset", "augmented, own subset", "augmented, one share"):
+    sampler = DistributedSampler(train_set, rank=0)
+    subset = SubsetRandomSampler(range(rank, 64, 2) if "own" in kind else range(32))
+    loader = DataLoader(Augmented(samples[:64]), batch_size=4, sampler=subset if "subset" in kind else sampler)
 if kind == "unsized":
     loader = DataLoader(Unsized(), batch_size=4, sampler=RandomSampler(range(32)))
 if kind == "whole":
@@ -599,6 +610,9 @@ MISTAKES = {
     "and a batch is an object": ("labelled records", "suspicion: .*same integers, .*: batch.'more'..'label'. in"),
     "boxes that each rank augments": ("labelled boxes", "suspicion: .*same integers, .*: batch .small tensors. in"),
     "an own sampler, augmented": ("unsplit", "suspicion: .*same integers, .*: batch of the sampler's indices in"),
+    "SubsetRandomSampler, augmented": ("augmented subset", "suspicion: .*same samples, .*: 32 samples of Subset"),
+    "rank=0 on all ranks, augmented": ("augmented, one share", "the same share: of 64 .* rank 0"),
+    "captions of images that each rank augments": ("captions", "suspicion: .*same samples, .*: batch.1. in"),
     "a sampler of batches": ("grouped", "suspicion: .*ranks go through the same samples"),
     "MONAI: tensors of a type of its own, without a sampler": ("volumes", "ranks get the same batches"),
     "threestudio-project/threestudio#195: noise": ("noise", "ranks get the same batches"),
@@ -676,7 +690,8 @@ RIGHT += ["own class", "validated", "eval", "files", "held", "paths", "subset", 
 RIGHT += ["persistent test", "shuffled test", "shuffled test, by a sampler", "turns", "observer", "drawn"]
 RIGHT += ["graded test", "first pass", "relative", "zero", "thread", "epoch", "shuffle, one batch", "masked", "unsized"]
 RIGHT += ["one seed", "one seed, by a sampler", "each rank's older spectral norm", "own labels", "own share"]
-RIGHT += ["unsplit, own share", "own labels, records", "graphs", "peeks, one step"]
+RIGHT += ["unsplit, own share", "augmented, own subset", "own captions"]
+RIGHT += ["own labels, records", "graphs", "peeks, one step"]
 RIGHT += ["set_epoch, new optimizer", "set_epoch, new sampler, new optimizer", "zeros", "saved"]
 RIGHT += ["of a tensor", "split order", "permuted", "traced", "keeping", "tries", "repeats left out"]
 RIGHT += ["repeats left out, workers"]
@@ -774,12 +789,13 @@ def test_samples_of_long_epochs():
     for batches, part in ((in_order, rows), (shuffled, rows[torch.randperm(20_000)]), (others, rows + 0.5)):
         for batch in part.split(100):
             batches.add([batch])
-        assert 200 < len(batches.samples) <= 500 and batches.place == 20_000
+        _, place, kept = batches.facts()["samples in x"]
+        assert 200 < len(kept) <= 500 and place == 20_000
     assert doctor.common(in_order.facts(), shuffled.facts()) == ["samples in x"]
     assert doctor.common(in_order.facts(), others.facts()) == []
     for batch in rows.split(5000):
         in_order.add([batch])
-    assert in_order.place == 20_000
+    assert in_order.facts()["samples in x"][1] == 20_000
     shares = [doctor.Batches("x") for _ in range(4)]  # of orders of their own, not of one
     for rank, share in enumerate(shares):
         share.add([rows[torch.randperm(20_000, generator=torch.Generator().manual_seed(rank))][rank::4]])
@@ -808,7 +824,7 @@ def test_what_is_the_same_in_each_batch_does_not_tell_its_size():
     for batches in ranks:
         for _ in range(8):
             batches.add([*edges, torch.rand(16, 4)])
-        assert batches.place == 7 * 16
+        assert batches.facts()["samples in x"][1] == 7 * 16
     assert doctor.common(*(batches.facts() for batches in ranks)) == []
 
 
@@ -833,7 +849,7 @@ def test_a_class_that_gives_no_names_as_in_transformers_4():
     register(Output, lambda x: ([*x.values()], [*x]), lambda x, names: Output(zip(names, x, strict=True)))
     batches = doctor.Batches("x")
     batches.add(Output(hidden=torch.rand(8, 2)))
-    assert len(batches.samples) == 8
+    assert len(batches.facts()["samples in x"][2]) == 8
 
 
 def test_samples_are_told_apart_by_more_than_padding_and_borders():
@@ -856,7 +872,7 @@ def test_a_longer_sample_in_the_batch_does_not_change_the_others():
         parts = {"ids": tokens, "mask": torch.ones(8, 6).long()}
         parts = {name: torch.nn.functional.pad(part, (0, 2 * width)) for name, part in parts.items()}
         batches.add(collections.UserDict(parts))
-    assert len(ranks[0].samples) == 8 and ranks[0].samples == ranks[1].samples
+    assert len(ranks[0].facts()["samples in x"][2]) == 8 and ranks[0].facts() == ranks[1].facts()
 
 
 def test_a_pass_that_has_ended():
