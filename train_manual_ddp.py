@@ -160,9 +160,9 @@ class GradientAverager:
             self.accumulating = before
 
     def _on_gradient(self, bucket, p):
-        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If an
-        # earlier backward() has already put p.grad into its bucket, the bucket may be on its way,
-        # without what this backward() has added. So this is an error, also in no_sync().
+        # Autograd calls this in the middle of backward(), as soon as p.grad is complete. If p is
+        # no longer pending, an earlier backward() has put its gradient into the bucket. What this
+        # one has added would not be averaged, so it is an error, also in no_sync().
         if p not in bucket.pending:
             raise RuntimeError("call average() after the last backward(), put others in no_sync()")
         if self.accumulating:
@@ -232,7 +232,7 @@ def main(args):
             losses.append(loss)
             save_now = step == steps or step % args.save_every == 0
             stop = 0  # signals on all ranks, added up below
-            # Before each save, too: with a loss that is not finite, this exits, and saves nothing.
+            # A loss that is not finite ends the run here, so this comes before each save, too.
             if save_now or step % args.log_interval == 0:
                 # 7. Let all ranks decide: a signal may reach only one rank, so all add up theirs.
                 numbers = [sum(losses) / len(losses), len(stop_signals)]
@@ -242,7 +242,7 @@ def main(args):
                 log(args, epoch=epoch + 1, step=step, **values)  # rank 0 prints
                 losses, start = [], time.perf_counter()
             if rank == 0 and (save_now or stop):  # 7. Let one rank write.
-                # Count samples, not steps, as W may change. At the end, those left out count, too.
+                # Count samples, not steps, as W may change. After the last step, all are done.
                 samples_done = step * global_batch if step < steps else len(train_set)
                 save_checkpoint(args, model, optimizer, epoch, samples_done)
             if stop:  # on all ranks alike, and so outside of any `if rank == 0`

@@ -36,7 +36,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as
 # these are below those. Each of pytest's workers begins hundreds away from others, also from those of other tests.
 PORTS = itertools.count(10_000 + 463 * os.getpid() % 19_000)
 FORKSERVER = multiprocessing.get_context("forkserver")  # a process that has imported torch; `Ranks` are forks of it
-FORKSERVER.set_forkserver_preload(["conftest", "small_model", "train_ddp", "torch._dynamo"])
+FORKSERVER.set_forkserver_preload(["conftest", "small_model", "train_ddp", "torch.distributed.optim", "doctor"])
 
 
 def wait_until(look, timeout=300):

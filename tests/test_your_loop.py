@@ -704,13 +704,13 @@ def not_finite():
 
 
 QUESTIONS = {  # what the page says, and what shows that it is so
-    "once for the global batch. Draw the same on all ranks": shared,
+    "Let all ranks draw the same ones": shared,
     "they are seeded from the generator instead: seed it by rank": noise,
     "Give an `IterableDataset` no sampler": iterable,
     "count over all ACCUM_STEPS batches": accumulated,
     "With class weights, also pass": class_weights,
     "the mean IoU of a segmentation": mean_iou,
-    "So the gradient of z is multiplied by world_size": gather_with_gradient,
+    "So the gradient of z is multiplied": gather_with_gradient,
     "a lower rate (`ReduceLROnPlateau`)": plateau,
     "test the sum of the losses of all ranks": not_finite,
     "before, the weights may differ by rank. Update the copy on each rank, after `opti": averaged,
