@@ -37,7 +37,7 @@ set -uo pipefail # the scripts of conda and modules do not bear this, so it come
 script=${SCRIPT:-train_ddp.py} restarts=${SLURM_RESTART_COUNT:-0}
 # A task of an array is requeued as 123_4, as a job id alone may stand for the whole array.
 job=${SLURM_JOB_ID:?submit this with sbatch, or run it in salloc} task=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
-# (A job that is submitted within an array's task inherits its variables: so ask Slurm whether it is 123_4.)
+# (A job that is submitted within an array's task inherits its variables: ask Slurm if this is 123_4.)
 [[ $(scontrol show job "$task" 2>&1) != *"JobId=$job "* ]] || job=$task
 # Before a preemption with a grace time, torchrun gets SIGTERM, and kills the training after 30 s,
 # however long the grace time is. From torch 2.12 on, it waits for as many seconds as this says:
